@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,7 +57,7 @@ MIN_CALL_S: Final = 0.05  # seconds before the round's deadline in which no furt
 FIRST_REDUCER_WINDOW: Final = 0.4
 # Fraction of allowed_s for which a shard's second reducer waits for further contributions after the first one.
 SECOND_REDUCER_WINDOW: Final = 0.2
-# The window ends so early that a third of the time to its deadline is left when a contributor gets its answer.
+# A contributor has time until its window ends: this fraction of the time to its deadline, so that its answer arrives.
 MAX_WINDOW_FRACTION: Final = 2 / 3
 RECALL_FRACTION: Final = 0.1  # fraction of allowed_s in which the members asked by Recall must answer
 # Bytes of all contributions that wait here for their means, decoded; beyond half of them each contributor has an equal
@@ -248,6 +249,8 @@ class _Gathering:
     expected: frozenset[PeerId]  # the members that are waited for
     result: asyncio.Future[ShardMean]  # awaited by all contributors
     timer: asyncio.TimerHandle  # ends the window
+    latest_end: float  # when the window ends, if contributors have time until then
+    have_time_until: list[float] = field(default_factory=list)  # of each contributor, see MAX_WINDOW_FRACTION
     values: dict[PeerId, Tensor] = field(default_factory=dict)
     weights: dict[PeerId, float] = field(default_factory=dict)
     recall: asyncio.Task[None] | None = None  # asks for the mean that the first reducer may have given to members
@@ -256,6 +259,11 @@ class _Gathering:
     @property
     def is_complete(self) -> bool:
         return self.expected <= self.values.keys()
+
+    @property
+    def window_end(self) -> float:
+        # Half of the contributors must be in a hurry: one alone, whose deadline may be false, ends its own wait only.
+        return min(self.latest_end, statistics.median_high(self.have_time_until))
 
     @property
     def is_recalling(self) -> bool:
@@ -420,10 +428,10 @@ class AllReduce:
         elif gathering.is_complete:
             self._average_and_close(shard, gathering)
         now = loop_time()
-        window_end = now + MAX_WINDOW_FRACTION * (deadline - now)
-        if window_end < gathering.timer.when() and not gathering.averaging:
+        gathering.have_time_until.append(now + MAX_WINDOW_FRACTION * (deadline - now))
+        if gathering.window_end != gathering.timer.when() and not gathering.averaging:
             gathering.timer.cancel()
-            gathering.timer = asyncio.get_running_loop().call_at(window_end, self._end_window, shard)
+            gathering.timer = asyncio.get_running_loop().call_at(gathering.window_end, self._end_window, shard)
         async with asyncio.timeout_at(deadline):
             return await asyncio.shield(gathering.result)
 
@@ -441,7 +449,7 @@ class AllReduce:
         result, timer = loop.create_future(), loop.call_later(window_s, self._end_window, shard)
         # Retrieves the exception, so that asyncio does not log one that nobody awaits any more.
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
-        gathering = self._gatherings[shard] = _Gathering(numel, expected, result, timer)
+        gathering = self._gatherings[shard] = _Gathering(numel, expected, result, timer, timer.when())
         return gathering
 
     def _end_window(self, shard: Shard) -> None:

@@ -78,11 +78,14 @@ class MomentSpec:
 
     name: unique in the stage. ranges: which of the stage's elements have a value in the array, ascending; the array has
     the values of the first range, then those of the second, and so on. is_square: a negative value is an error.
+    root_bound: of a square; a mean of the same element, the first moment, larger than this many times the square's root
+    is an error too.
     """
 
     name: str
     ranges: Sequence[slice]
     is_square: bool = False
+    root_bound: float = math.inf
 
     def array_range(self, elements: slice) -> slice:
         """Converts a range of the stage's elements to the range of this array that has their values.

@@ -49,6 +49,7 @@ from agora.state.chunk_fetch import (
 )
 from agora.state.chunk_schedule import ChunkSchedule
 from agora.state.comparison import (
+    LEAST_SQUARE,
     MAX_WITNESSES,
     MIN_VOTES,
     SketchedState,
@@ -57,11 +58,12 @@ from agora.state.comparison import (
     judge_source,
     sketch_chunk,
 )
-from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, StageState, unpack_chunk
+from agora.state.layout import HASH_BYTES, VALUE_BYTES, Flat, Layout, MomentSpec, StageState, unpack_chunk
 from agora.state.rules import CLAIM_LAG
 from agora.swarm.peer_score import ReportViolation, Violation
 
 OFFERS_WINDOW_S: Final = 1.0  # seconds to wait after the first offer for a newer one, before chunks are asked for
+ROOT_SLACK: Final = 1.01  # for what float32 rounds away, see MomentSpec
 STALL_TIMEOUT_S: Final = 60.0  # seconds without a chunk from any chosen source, before other snapshots are chosen
 
 
@@ -563,7 +565,7 @@ def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> li
     """Returns the weights and each moment's values in an answer to GetChunk: views of its bytes, see `unpack_chunk`.
 
     expected: the chunk's SHA-256. Raises CorruptStateError for another message, another size or hash, NaN, infinity,
-    and a negative value in a moment that is_square.
+    a negative value in a moment that is_square, and a mean beyond its root_bound.
     """
     nbytes = VALUE_BYTES * sum(place.stop - place.start for place in layout.chunk_places(chunk))
     tensor = reply.tensors[0] if isinstance(reply.message, Chunk) and reply.tensors else None
@@ -575,4 +577,21 @@ def check_chunk(reply: Reply, expected: bytes, layout: Layout, chunk: int) -> li
     negative = any(moment.is_square and (part < 0).any() for moment, part in zip(layout.moments, moments, strict=True))
     if negative or not all(np.isfinite(part).all() for part in values):
         raise CorruptStateError("bad-tensor", "A chunk holds values that are not finite, or a negative square.")
+    elements, *_ = layout.chunk_places(chunk)
+    for moment, squares in zip(layout.moments, moments, strict=True):
+        if math.isfinite(moment.root_bound) and not _are_means_of(moments[0], elements, squares, moment):
+            problem = "A chunk holds a mean that is too large for the mean of its squares."
+            raise CorruptStateError("bad-tensor", problem)
     return values
+
+
+def _are_means_of(means: Flat, elements: slice, squares: Flat, moment: MomentSpec) -> bool:
+    # means: of `elements`; squares: of those of them that have one. A step is as long as a mean's ratio to the root.
+    bounds = ROOT_SLACK * moment.root_bound * np.sqrt(squares + np.float32(LEAST_SQUARE))
+    at = 0
+    for part in moment.ranges:
+        start, stop = (min(max(end, elements.start), elements.stop) - elements.start for end in (part.start, part.stop))
+        if (np.abs(means[start:stop]) > bounds[at : at + stop - start]).any():
+            return False
+        at += stop - start
+    return True

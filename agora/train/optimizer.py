@@ -253,9 +253,20 @@ def with_moments(section: OptimizerSection, layout: Layout) -> Layout:
     The moments are the mean; the square, without Muon's matrices; and the weights' average, if the section keeps one.
     """
     everything = [slice(0, layout.numel)]
-    square = MomentSpec(SQUARE, layout.ranges(lambda slot: not is_updated_by_muon(section, slot)), is_square=True)
+    ranges = layout.ranges(lambda slot: not is_updated_by_muon(section, slot))
+    square = MomentSpec(SQUARE, ranges, is_square=True, root_bound=_root_bound(section))
     average = (MomentSpec(AVERAGE, everything),) if section.average_decay else ()
     return replace(layout, moments=(MomentSpec(MEAN, everything), square, *average))
+
+
+def _root_bound(section: OptimizerSection) -> float:
+    # Of gradients g, k steps ago, the mean is (1 - beta1) sum beta1^k g, and the square (1 - beta2) sum beta2^k g^2. By
+    # the inequality of Cauchy and Schwarz the mean is at most this many times the square's root, whatever they were.
+    decay = section.beta1**2 / section.beta2 if section.beta2 else math.inf
+    # Moments in 8 bits are rounded, squares also to 0.
+    if decay >= 1 or section.name == "adamw8bit":
+        return math.inf
+    return (1 - section.beta1) / math.sqrt((1 - section.beta2) * (1 - decay))
 
 
 def is_updated_by_muon(section: OptimizerSection, slot: TensorSlot) -> bool:

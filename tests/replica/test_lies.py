@@ -427,6 +427,36 @@ def test_a_first_reducer_that_failed_its_members_cannot_give_them_a_mean_through
     run(main())
 
 
+@pytest.mark.parametrize("first_to_come", ["the liar", "the reducer"])
+def test_a_member_whose_deadline_is_short_ends_its_own_wait_and_not_that_of_the_others(first_to_come: str) -> None:
+    async def main() -> None:
+        world = World(PART_ELEMENTS)
+        reducer, liar, *late = members = world.add(*identities(5))
+        for member in members:
+            member.sees = dict.fromkeys(world.members, 1.0) | {reducer.peer: 1e15}
+        began = asyncio.get_running_loop().time()
+
+        async def take_part(member: Member, value: float, after_s: float, until_s: float) -> RoundResult:
+            await asyncio.sleep(after_s)
+            values = torch.full((PART_ELEMENTS,), value)
+            return await member.take_part(0, "gradient", 0, values, 1.0, dict(member.view), began + until_s)
+
+        at_once = {"the liar": (0.2, 0.0), "the reducer": (0.0, 0.2)}[first_to_come]
+        works = [
+            take_part(reducer, 1.0, at_once[0], world.round_s),
+            take_part(liar, 1.0, at_once[1], at_once[1] + 0.5),
+            *(take_part(member, 4.0, 0.1 * world.round_s, world.round_s) for member in late),
+        ]
+        first, _, *others = await asyncio.gather(*works)
+        assert first.contributors >= 4
+        for result in (first, *others):
+            assert not result.failed_shards and not result.lost_tokens
+            assert float(result.mean[0]) == float(first.mean[0]) >= 2.75, "with the three that came later"
+        await world.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize(("start_step", "signs"), [(0, range(20)), (1, range(4, 20)), (10, range(13, 20))])
 def test_a_replica_signs_means_of_rounds_that_it_cannot_have_seen_before_a_restart(
     start_step: int, signs: range

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from agora_protocol.errors import Busy, PeerFailed, Unavailable
+from agora_protocol.errors import AgoraError, Busy, PeerFailed, Unavailable
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import StateIndex
 
@@ -187,7 +187,7 @@ def test_a_liar_is_named_and_costs_one_chunk_of_time() -> None:
 
 def test_what_no_optimizer_leaves_is_a_lie_even_where_the_hash_is_right() -> None:
     async def work() -> None:
-        for field, value in (("weights", np.nan), ("mean", np.inf), ("square", -1.0)):
+        for field, value in (("weights", np.nan), ("mean", np.inf), ("square", -1.0), ("mean", 5.0), ("square", 1e-8)):
             world = World()
             poisoned = state(NUMEL)
             poisoned.arrays[field][5] = value
@@ -196,6 +196,28 @@ def test_what_no_optimizer_leaves_is_a_lie_even_where_the_hash_is_right() -> Non
             got, _ = await fetched(world, fetcher(world))
             assert_equal(got, state(NUMEL))
             assert [peer for peer, _ in world.violations] == ["liar"]
+
+    run(work())
+
+
+@pytest.mark.parametrize(("element", "is_taken"), [(500, True), (-500, True), (3_000, False), (-2_000, False)])
+def test_a_mean_is_bounded_by_the_square_of_its_own_element_where_it_has_one(element: int, is_taken: bool) -> None:
+    """Muon's matrices have no squares. The only source is not believed either."""
+
+    async def work() -> None:
+        world, layout = World(), layout_of(NUMEL, slice(1_000, NUMEL - 1_000))
+        given = dataclasses.replace(state(NUMEL), layout=layout)
+        moments = {**given.moments, "square": given.moments["square"][1_000:-1_000]}
+        given = dataclasses.replace(given, moments=moments)
+        given.moments["mean"][element] = 5.0
+        world.add("only", given)
+        fetch = StateFetch(world, 0, layout, world.report_violation, CHANGE_RULE)
+        if is_taken:
+            assert_equal((await fetched(world, fetch))[0], given)
+        else:
+            with pytest.raises(AgoraError):
+                await fetched(world, fetch, within_s=5.0)
+        assert bool(world.violations) != is_taken
 
     run(work())
 

@@ -29,7 +29,7 @@ WINDOW = 3
 def layout_of(numel: int, squared: slice | None = None) -> Layout:
     """One vector of `numel` elements, the mean of each, and the square of those in `squared`, by default of all."""
     whole = slice(0, numel)
-    moments = MomentSpec("mean", [whole]), MomentSpec("square", [squared or whole], is_square=True)
+    moments = MomentSpec("mean", [whole]), MomentSpec("square", [squared or whole], is_square=True, root_bound=1.2)
     return Layout(numel, [TensorSlot("all", 0, (numel,))], moments)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from agora.state.layout import ALIGNMENT
 from agora.train.gradients import GradientSum
-from agora.train.optimizer import StageOptimizer, learning_rate
+from agora.train.optimizer import StageOptimizer, learning_rate, with_moments
 from agora.train.weight_versions import StageWeights
 from tests.oracle import plain_learning_rate
 
@@ -100,6 +100,29 @@ def test_flat_steps_are_those_of_torch_on_separate_tensors(name: str, clip: floa
             weights.begin_version()  # the moments stay, the weights move
     for name_, value in weights.copy_tensors().items():
         torch.testing.assert_close(value, plain.get_parameter(name_).detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam"])
+@pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.95), (0.9, 0.999), (0.0, 0.9)])
+def test_a_mean_comes_near_the_bound_by_its_square_and_never_beyond_it(name: str, beta1: float, beta2: float) -> None:
+    weights, steps, largest = StageWeights(Small(), CPU), 120, 0.0
+    optimizer = StageOptimizer(section(name=name, beta1=beta1, beta2=beta2), 1, weights.layout, weights.current.flat)
+    generator = torch.Generator().manual_seed(3)
+    (square,) = [moment for moment in optimizer.layout.moments if moment.is_square]
+    for step in range(steps):
+        # Some elements have the gradients by which a mean is largest, the others now and then a wild one.
+        gradient = torch.full((weights.layout.numel,), (beta1 / beta2) ** (steps - 1 - step))
+        gradient[:20] = torch.randn(20, generator=generator) * (1e4 if step % 30 == 0 else 1.0)
+        optimizer.step(weights.current.flat, gradient, step)
+        means, roots = optimizer.moments["mean"].abs(), optimizer.moments["square"].sqrt()
+        largest = max(largest, float((means / (roots + 1e-10)).max()))
+    assert 0.99 * square.root_bound < largest < 1.001 * square.root_bound
+
+
+@pytest.mark.parametrize("values", [{"beta1": 0.9, "beta2": 0.5}, {"beta2": 0.0}, {"name": "adamw8bit"}])
+def test_a_mean_has_no_bound_by_squares_that_forget_sooner_or_are_rounded(values: dict[str, object]) -> None:
+    moments = with_moments(section(**values), StageWeights(Small(), CPU).layout).moments
+    assert all(math.isinf(moment.root_bound) for moment in moments)
 
 
 def test_a_sum_that_is_not_finite_changes_neither_weights_nor_moments() -> None:
