@@ -16,6 +16,7 @@ from agora_protocol import (
     amendments,
     directory_shards,
     errors,
+    evaluations,
     identity,
     ids,
     limits,
@@ -77,6 +78,11 @@ LIMITS: Final = {
     "MAX_RIVALS": "different amendments of one number that a peer keeps",
     "MAX_KEPT_AMENDMENTS": "amendments that a peer keeps of a run, and that one KnownAmendments has",
     "MAX_SHARED_AMENDMENTS": "amendments in one ShareAmendments",
+    "MAX_EVALUATION_BYTES": "one sealed evaluation",
+    "MAX_EVALUATION_VALUES": "metrics in one evaluation",
+    "MAX_SHARED_EVALUATIONS": "evaluations in one EvaluationList",
+    "MAX_KEPT_EVALUATIONS": "evaluations that a peer keeps of a run",
+    "MAX_EVALUATIONS_OF_ISSUER": "of these, of one issuer",
     "MAX_MANIFEST_BYTES": "one signed manifest",
     "MAX_CONFIG_BYTES": "the config.json of a base model, inside a manifest",
     "MAX_WEIGHT_FILES": "weights files of a base model",
@@ -130,6 +136,7 @@ def tags_table() -> str:
         ["ticket signature tag", f"`{tickets.TICKET_TAG.hex()}` = `agora ticket 1` and a zero byte"],
         ["revocation signature tag", f"`{tickets.REVOCATION_TAG.hex()}` = `agora revocation 1` and a zero byte"],
         ["amendment signature tag", f"`{amendments.AMENDMENT_TAG.hex()}` = `agora amendment 1` and a zero byte"],
+        ["evaluation signature tag", f"`{evaluations.EVALUATION_TAG.hex()}` = `agora evaluation 1` and a zero byte"],
         ["hello tag", f"`{tickets.HELLO_TAG.hex()}` = `agora hello 1` and a zero byte"],
     ]
     return _table(["what", "bytes (hex)"], rows)
@@ -213,6 +220,11 @@ def amendments_tables() -> str:
     return _structure(amendments.Amendment, "Amendment")
 
 
+def evaluations_tables() -> str:
+    """Returns the section for evaluations."""
+    return _structure(evaluations.Evaluation, "Evaluation")
+
+
 def amendable_table() -> str:
     """Returns the table of every key that an amendment may change."""
     return _table(["key"], [[f"`{key}`"] for key in amendments.AMENDABLE])
@@ -272,6 +284,7 @@ TABLES: Final = {
     "records": records_tables,
     "tickets": tickets_tables,
     "amendments": amendments_tables,
+    "evaluations": evaluations_tables,
     "amendable": amendable_table,
     "manifest": manifest_table,
     "base_model": base_model_table,

@@ -65,9 +65,8 @@ def _of_harness(
     found = lm_eval_harness.evaluate(named, items, score)
     seconds, step = time.monotonic() - began, min(steps, default=0)
     for result in found:
-        for metric, value in result.values.items():
-            about = {"task": result.task, "metric": metric, "value": value, "items": result.items, "seconds": seconds}
-            _ask(entries, "report_task", **about)
+        about = {"task": result.task, "values": dict(result.values), "items": result.items}
+        _ask(entries, "report_task", **about, seconds=seconds, step=step)
     return [
         {
             "step": step,

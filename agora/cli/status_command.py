@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ REFRESH_INTERVAL_S = 2.0
 # A peer wrote the status: one wide cell would widen every row, and a megabyte of it has tens of thousands of rows.
 MAX_CELL, MAX_ROWS, MAX_LINE = 64, 1000, 1024
 MAX_AMENDED = 3  # how many of the latest amendments are shown
+MAX_TASKS = 8  # of how many tasks the latest result is shown
 OF_THIS_MACHINE = ("result", "machine")  # fields that only a daemon here may fill
 STAGE_COLUMNS = ["STAGE", "REPLICAS", "STEP", "TOKENS/STEP", "COUNTED", "STALENESS", "TOK/S", "WAITS FOR"]
 PEER_COLUMNS = ["PEER", "NAME", "STAGES", "STATE", "STEP", "TOK/S", "PATH", "SEEN"]
@@ -176,6 +177,7 @@ def lines_of(status: Status) -> list[str]:
         for one in status.get("amendments") or []
     ]
     lines += amended[-MAX_AMENDED:]
+    lines += _task_lines(status.get("evaluations") or [])
     if upgrade := status.get("upgrade"):
         lines.append(_upgrade_line(upgrade))
     devices = [
@@ -231,6 +233,19 @@ def _machine_lines(machine: Mapping[str, Any]) -> list[str]:
         done = [f"{one['run']} ({one['why']})" for one in queue["done"]]
         lines.append(f"queue   next: {', '.join(queue['next']) or 'none'}{'; before: ' * bool(done)}{', '.join(done)}")
     return lines
+
+
+def _task_lines(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    newest: dict[str, Mapping[str, Any]] = {}
+    for each in sorted(evaluations, key=lambda each: (each["step"], each["unix"])):
+        newest[each["task"]] = each
+    lines = [
+        f"task    {task}: {'  '.join(f'{metric} {value:.4f}' for metric, value in each['values'].items())}  "
+        f"({each['items']:,} items, step {each['step']}, by {each['name']})"
+        for task, each in sorted(newest.items())
+    ]
+    more = f"... and {len(lines) - MAX_TASKS} more tasks; --json has all of them"
+    return [*lines[:MAX_TASKS], *([more] if len(lines) > MAX_TASKS else [])]
 
 
 def _upgrade_line(upgrade: Mapping[str, Any]) -> str:

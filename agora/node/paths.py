@@ -20,6 +20,7 @@ Layout of a data directory (mode 0700):
     runs/<run id>/ticket        the tickets that admit this machine, mode 0600
     runs/<run id>/amendments    amendments of the run's manifest, mode 0600
     runs/<run id>/revocations   which peers are banned from the run, and by which key, mode 0600
+    runs/<run id>/evaluations   what members have measured of tasks, signed, mode 0600
     runs/<run id>/peers.txt     addresses that answered last time
     runs/<run id>/drawn.txt     how many microbatches the origin has drawn, in blocks
     runs/<run id>/epochs.json   which samples the origins have seen, by step of stage 0
@@ -101,6 +102,9 @@ class Home:
 
     def revocations(self, run: str) -> Path:
         return self.runs / run / "revocations"
+
+    def evaluations(self, run: str) -> Path:
+        return self.runs / run / "evaluations"
 
     def amendments(self, run: str) -> Path:
         return self.runs / run / "amendments"

@@ -1,4 +1,5 @@
-"""Reads and writes what this machine keeps on disk of each run: manifest, addresses, ticket, revocations, amendments.
+"""Reads and writes what this machine keeps on disk of each run: manifest, addresses, ticket, revocations, amendments,
+evaluations.
 
 Also the owner's bans, which hold in every run.
 """
@@ -18,7 +19,9 @@ from agora_protocol.errors import AmendmentError, DiskError, InputError, LocalEr
 from agora_protocol.ids import PeerId, is_peer_id
 from agora_protocol.limits import (
     MAX_AMENDMENT_BYTES,
+    MAX_EVALUATION_BYTES,
     MAX_KEPT_AMENDMENTS,
+    MAX_KEPT_EVALUATIONS,
     MAX_PROOF_BYTES,
     MAX_REVOCATION_BYTES,
     MAX_REVOCATIONS,
@@ -130,13 +133,12 @@ def read_revocations(home: paths.Home, run: str) -> list[bytes]:
 
     Raises DiskError if the file cannot be read.
     """
-    lines = _read_text(home.revocations(run), MAX_REVOCATIONS * (2 * MAX_REVOCATION_BYTES + 1)).split()
-    return [bytes.fromhex(line) for line in lines if _is_hex(line)]
+    return _read_sealed(home.revocations(run), MAX_REVOCATIONS, MAX_REVOCATION_BYTES)
 
 
 def write_revocations(home: paths.Home, run: str, sealed: Iterable[bytes]) -> None:
     """Writes the sealed revocations of a run to disk, in place of all earlier ones. Raises DiskError."""
-    _write_private(home.revocations(run), "".join(f"{data.hex()}\n" for data in sealed))
+    _write_sealed(home.revocations(run), sealed)
 
 
 def read_amendments(home: paths.Home, run: str) -> list[bytes]:
@@ -144,8 +146,7 @@ def read_amendments(home: paths.Home, run: str) -> list[bytes]:
 
     Raises DiskError if the file cannot be read.
     """
-    lines = _read_text(home.amendments(run), MAX_KEPT_AMENDMENTS * (2 * MAX_AMENDMENT_BYTES + 1)).split()
-    return [bytes.fromhex(line) for line in lines if _is_hex(line)]
+    return _read_sealed(home.amendments(run), MAX_KEPT_AMENDMENTS, MAX_AMENDMENT_BYTES)
 
 
 def amendments_on_disk(
@@ -167,7 +168,20 @@ def amendments_on_disk(
 
 def write_amendments(home: paths.Home, run: str, sealed: Iterable[bytes]) -> None:
     """Writes the sealed amendments of a run to disk, in place of all earlier ones. Raises DiskError."""
-    _write_private(home.amendments(run), "".join(f"{data.hex()}\n" for data in sealed))
+    _write_sealed(home.amendments(run), sealed)
+
+
+def read_evaluations(home: paths.Home, run: str) -> list[bytes]:
+    """Returns the sealed results of evaluations that are on disk; leaves out lines that are not hex.
+
+    Raises DiskError if the file cannot be read.
+    """
+    return _read_sealed(home.evaluations(run), MAX_KEPT_EVALUATIONS, MAX_EVALUATION_BYTES)
+
+
+def write_evaluations(home: paths.Home, run: str, sealed: Iterable[bytes]) -> None:
+    """Writes the sealed results of evaluations to disk, in place of all earlier ones. Raises DiskError."""
+    _write_sealed(home.evaluations(run), sealed)
 
 
 def read_banned(home: paths.Home) -> list[PeerId]:
@@ -193,6 +207,15 @@ def add_banned(home: paths.Home, peer: str) -> PeerId:
     if peer not in banned:
         _write_private(home.banned, "".join(f"{known}\n" for known in [*banned, peer]))
     return PeerId(peer)
+
+
+def _read_sealed(path: Path, count: int, most_bytes: int) -> list[bytes]:
+    lines = _read_text(path, count * (2 * most_bytes + 1)).split()
+    return [bytes.fromhex(line) for line in lines if _is_hex(line)]
+
+
+def _write_sealed(path: Path, sealed: Iterable[bytes]) -> None:
+    _write_private(path, "".join(f"{data.hex()}\n" for data in sealed))
 
 
 def _is_hex(line: str) -> bool:

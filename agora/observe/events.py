@@ -217,6 +217,19 @@ class TaskEvaluated(Event, level="info", template="task {task}: {metric} {value:
     seconds: float
 
 
+class EvaluationTaken(
+    Event, level="info", template="task {task}: {metric} {value:.4f} over {items} items at step {step}, by {peer}"
+):
+    """Event: a result that another member has signed came to be known here; one for each metric, see TaskEvaluated."""
+
+    task: str
+    metric: str
+    value: float
+    items: int
+    step: int
+    peer: str
+
+
 class SamplesCounted(Event):
     """Event: how many samples the swarm had trained on when stage 0 took `step`, as far as this origin knows."""
 

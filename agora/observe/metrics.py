@@ -326,6 +326,20 @@ def _by_key(name: str, inner: str = "") -> Callable[[Snapshot], Iterable[Value]]
     return read
 
 
+def _task_values(status: Snapshot) -> Iterable[Value]:
+    found = status.get("evaluations")
+    newest: dict[str, Any] = {}
+    for each in found if isinstance(found, list) else ():  # a peer may have sent anything
+        task = str(each["task"])[:64]
+        if task not in newest or (each["step"], each["unix"]) > (newest[task]["step"], newest[task]["unix"]):
+            newest[task] = each
+    return [
+        ((task, str(metric)[:64]), _number(value))
+        for task, each in sorted(newest.items())
+        for metric, value in each["values"].items()
+    ]
+
+
 def _health(status: Snapshot) -> Iterable[Value]:
     return [((state,), int(status["health"]["state"] == state)) for state in STATES]
 
@@ -344,6 +358,12 @@ STATUS_METRICS: Final = (
     SnapshotMetric("agora_run_peer_paths", "Live peers in the view, by path.", _counted("path"), ("path",)),
     SnapshotMetric(
         "agora_run_objective", "The objective's own measures, such as token_accuracy.", _by_key("tuning"), ("name",)
+    ),
+    SnapshotMetric(
+        "agora_run_task_value",
+        "What a member has last measured of a task, and signed, by metric.",
+        _task_values,
+        ("task", "metric"),
     ),
     SnapshotMetric("agora_stage_replicas", "Peers that serve a stage.", _by_stage("replicas"), ("stage",)),
     SnapshotMetric("agora_stage_step", "Optimizer steps of a stage.", _by_stage("step"), ("stage",)),

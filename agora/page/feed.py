@@ -66,6 +66,7 @@ SHOWN: Final = (
     events.MicrobatchDropped,
     events.EvaluationDone,
     events.TaskEvaluated,
+    events.EvaluationTaken,
     events.ResultExported,
     events.OwnerTold,
     events.TaskFailed,
@@ -341,6 +342,8 @@ class History:
         elif self._before is not None:
             for name, sentence in changes(self._before, status, self._peers):
                 self._happenings.add(look, [unix, name, sentence])
+        if folder is None or look == 1:  # a journal's tail need not reach back to them
+            self._take_evaluations(look, status)
         if status["stages"]:
             heldout = self._work.get("heldout_loss_nats")
             self._add_point(
@@ -350,6 +353,14 @@ class History:
         if status["stages"]:  # while no peer answers, nobody is known to have gone
             self._peers = status["peers"]
         self.looks = look
+
+    def _take_evaluations(self, look: int, status: Status) -> None:
+        known = {_key_of(each) for each in (self._before or {}).get("evaluations") or []}
+        of_journal = {(task, metric, value) for _, task, metric, value in self._tasks.since(look - 1)}
+        for each in status.get("evaluations") or []:
+            for metric, value in each["values"].items() if _key_of(each) not in known else ():
+                if (each["task"], metric, value) not in of_journal:
+                    self._tasks.add(look, shown([each["unix"], each["task"], metric, value]))
 
     def _add_point(self, look: int, point: list[Any]) -> None:
         if point[0] > self._newest_unix:  # a chart's times grow
@@ -380,7 +391,7 @@ class History:
         match event:
             case events.RoundDone():
                 self._rounds[event.stage, event.what] = dict(fields)
-            case events.TaskEvaluated():
+            case events.TaskEvaluated() | events.EvaluationTaken():
                 self._tasks.add(look, [unix, event.task, event.metric, event.value])
         if isinstance(event, events.PeerSeen):
             self._held.pop(event.peer, None)
@@ -389,6 +400,10 @@ class History:
                 del self._held[next(iter(self._held))]
         if isinstance(event, SHOWN):
             self._happenings.add(look, [unix, type(event).__name__, shown(in_words(event, self._held))])
+
+
+def _key_of(evaluation: Mapping[str, Any]) -> tuple[str, str, float]:
+    return str(evaluation["peer"]), str(evaluation["task"]), float(evaluation["unix"])
 
 
 def work_of(row: Row) -> dict[str, float]:

@@ -234,10 +234,7 @@ class AdmissionBook:
         proof: the signed tickets that the peer shows, b"" for none. Raises NotAdmitted with the reason, and
         ProtocolError for a malformed proof or a wrong signature in it.
         """
-        tickets = self._verify(proof)
-        if peer in self.banned_here:
-            raise NotAdmitted("this machine's owner has banned that peer")
-        found = judge_admission(tickets, peer, now_unix, self.policy, self._revocations)
+        found = self._judge(peer, proof, now_unix)
         if isinstance(found, NoAdmission):
             raise NotAdmitted(found.reason)
         if proof and found.is_member:
@@ -246,6 +243,22 @@ class AdmissionBook:
             if len(self._proofs) > MAX_PEERS:
                 self._proofs.popitem(last=False)
         return found
+
+    def _judge(self, peer: PeerId, proof: bytes, now_unix: float) -> Admission | NoAdmission:
+        tickets = self._verify(proof)
+        if peer in self.banned_here:
+            return NoAdmission("this machine's owner has banned that peer")
+        return judge_admission(tickets, peer, now_unix, self.policy, self._revocations)
+
+    def admits_signer(self, peer: PeerId, proof: bytes, now_unix: float) -> bool:
+        """Returns whether `peer` is a member by the proof in what it has signed once; that proof is not remembered,
+        since the peer may have a newer one.
+        """
+        try:
+            found = self._judge(peer, proof, now_unix)
+        except ProtocolError:
+            return False
+        return isinstance(found, Admission) and found.is_member
 
     def is_member(self, peer: PeerId, now_unix: float) -> bool:
         """Returns whether `peer` is a member now, judged by its remembered proof; counts as a use of that proof."""

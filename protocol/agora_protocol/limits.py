@@ -62,6 +62,13 @@ MAX_RIVALS: Final = 4  # different amendments of one number that a peer keeps
 MAX_KEPT_AMENDMENTS: Final = 128  # that a peer keeps of a run, and that one KnownAmendments has
 MAX_SHARED_AMENDMENTS: Final = 8  # in one ShareAmendments
 
+# Evaluations
+MAX_EVALUATION_BYTES: Final = 1792
+MAX_EVALUATION_VALUES: Final = 8  # metrics in one evaluation
+MAX_SHARED_EVALUATIONS: Final = 10  # in one EvaluationList record
+MAX_KEPT_EVALUATIONS: Final = 64  # that a peer keeps of a run
+MAX_EVALUATIONS_OF_ISSUER: Final = 12  # of these, of one issuer
+
 # Documents
 MAX_MANIFEST_BYTES: Final = 65_536
 MAX_CONFIG_BYTES: Final = 16_384  # the config.json of a base model, inside a manifest

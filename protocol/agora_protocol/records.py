@@ -1,4 +1,4 @@
-"""The signed records that peers publish in the DHT: claims, progress, ban lists.
+"""The signed records that peers publish in the DHT: claims, progress, ban lists, evaluation lists.
 
 A record is msgpack [payload, signature]; payload is msgpack [1, kind, expires_unix, fields]; the signature is over
 b"agora record 1\0" || run (32 bytes) || payload, by the peer that the fields and the DHT subkey both name.
@@ -30,12 +30,14 @@ from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import PeerId, RunId, Span, is_run_id
 from agora_protocol.limits import (
     CLOCK_TOLERANCE_S,
+    MAX_EVALUATION_BYTES,
     MAX_METRICS,
     MAX_PROOF_BYTES,
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME_S,
     MAX_RELAYED_PEERS,
     MAX_REVOCATION_BYTES,
+    MAX_SHARED_EVALUATIONS,
     MAX_SHARED_REVOCATIONS,
     MAX_SPAN_STAGES,
     MAX_STAGES,
@@ -197,13 +199,28 @@ class BanList(Record, kind=4, name="bans"):
         return None if self.span == Span(0, 0) else "has another span than [0, 0]"
 
 
+class EvaluationList(Record, kind=5, name="evaluations"):
+    """Passes on signed results of evaluations: the publisher's own, and others'. It is published under stage 0 only."""
+
+    peer: PeerId = peer_id_field(doc="who passes them on, which need not be who signed them")
+    span: Span = span_field(doc="always [0, 0]")
+    evaluations: tuple[bytes, ...] = list_field(
+        bytes_field(most=MAX_EVALUATION_BYTES), MAX_SHARED_EVALUATIONS, doc="sealed evaluations, section 4"
+    )
+
+    def find_problem(self) -> str | None:
+        """Returns a complaint when the span is another than that of stage 0, else None."""
+        return None if self.span == Span(0, 0) else "has another span than [0, 0]"
+
+
 NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}
 
 
 def record_key(run: RunId, kind: str | type[Record], stage: int, bits: str = "") -> str:
     """Returns the DHT key of a stage's records: RUN/claim/STAGE or RUN/progress/STAGE, plus /BITS for a shard.
 
-    Its subkeys are peer ids. kind: "claim", "progress", "bans", or a Record class; raises ValueError for any other.
+    Its subkeys are peer ids. kind: "claim", "progress", "bans", "evaluations", or a Record class; raises ValueError for
+    any other.
     """
     name = kind if isinstance(kind, str) else kind.NAME
     if name not in NAMES:

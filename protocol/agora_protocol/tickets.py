@@ -212,4 +212,4 @@ def open_sealed(data: bytes, kind: type[Sealed], tag: bytes, run: RunId, most: i
 
 
 def _a(kind: type[Structure]) -> str:
-    return f"{'An' if kind.__name__.startswith('A') else 'A'} {kind.__name__}"
+    return f"{'An' if kind.__name__[0] in 'AE' else 'A'} {kind.__name__}"

@@ -23,11 +23,21 @@ from agora_protocol.ids import MicrobatchId, RunId, Span, peer_name
 from agora_protocol.limits import MAX_RECORD_BYTES, MAX_SHARD_BITS, SKETCH_SUMS
 from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import Message
-from agora_protocol.records import RECORD_TAG, BanList, Claim, Progress, Record, record_key, seal_record
+from agora_protocol.records import (
+    RECORD_TAG,
+    BanList,
+    Claim,
+    EvaluationList,
+    Progress,
+    Record,
+    record_key,
+    seal_record,
+)
 from agora_protocol.tensors import WireTensor
 from amendment_vectors import amendment_frames, amendment_vectors, bad_amendments
 from averaging_vectors import averaging_frames
 from base_model_vectors import adapted_manifest, base_model_frames, tensor_lists
+from evaluation_vectors import bad_evaluations, evaluations
 from ticket_vectors import admission_frames, bad_proofs, invite_vectors, proofs, revocations, ticket_vectors
 
 HERE: Final = Path(__file__).parent
@@ -41,6 +51,7 @@ MICROBATCH: Final = MicrobatchId(b"vectors!" + (258).to_bytes(8, "big"))
 ADDRESS: Final = f"/ip4/203.0.113.7/tcp/31000/p2p/{FIRST.peer}"
 PROOFS: Final = proofs(RUN, FIRST, SECOND, int(NOW_UNIX) + 86_400)
 BANS: Final = tuple(sealed for _, sealed in revocations(RUN, FIRST, SECOND, int(NOW_UNIX)))
+RESULTS: Final = evaluations(RUN, FIRST, SECOND, PROOFS["named"], int(NOW_UNIX))
 RELAYED: Final = f"/ip6/2001:db8::9/tcp/4001/p2p/{SECOND.peer}/p2p-circuit/p2p/{FIRST.peer}"
 
 
@@ -110,6 +121,7 @@ def _records() -> list[tuple[Record, Identity, int, int]]:
         (Claim(SECOND.peer, Span(3, 3), 0, (), "serving", 0.0, 0.0, proof=PROOFS["named"]), SECOND, 3, 0),
         (BanList(FIRST.peer, Span(0, 0), BANS), FIRST, 0, 0),
         (BanList(SECOND.peer, Span(0, 0), ()), SECOND, 0, 0),
+        (EvaluationList(FIRST.peer, Span(0, 0), tuple(sealed for _, sealed in RESULTS)), FIRST, 0, 0),
     ]
 
 
@@ -313,7 +325,7 @@ def _bad_records() -> list[tuple[str, str, bytes]]:
         ("too many bytes", "too-large", _sealed(good) + bytes(MAX_RECORD_BYTES)),
         ("no msgpack", "bad-record", b"\xc1"),
         ("another version", "bad-record", _sealed([2, 1, NOW_UNIX + 60, fields])),
-        ("an unknown kind", "bad-record", _sealed([1, 5, NOW_UNIX + 60, fields])),
+        ("an unknown kind", "bad-record", _sealed([1, 6, NOW_UNIX + 60, fields])),
         ("an integer expiry", "bad-record", _sealed([1, 1, int(NOW_UNIX + 60), fields])),
         (
             "an address of another peer",
@@ -357,6 +369,7 @@ def refused() -> dict[str, Any]:
     claim = {"run": RUN, "key": record_key(RUN, Claim, 0), "subkey": FIRST.peer, "now_unix": NOW_UNIX}
     lists = {"frames": _bad_frames(), "records": _bad_records(), "manifests": _bad_manifests()}
     lists["amendments"] = bad_amendments(SIGNED, FIRST, SECOND, int(NOW_UNIX))
+    lists["evaluations"] = bad_evaluations(RUN, FIRST, SECOND, int(NOW_UNIX))
     lists["proofs"] = bad_proofs(RUN, FIRST, SECOND, int(NOW_UNIX))
     rows = {
         name: [{"why": why, "code": code, "bytes": data} for why, code, data in rows] for name, rows in lists.items()
@@ -375,6 +388,10 @@ def build() -> dict[str, str]:
         "tensor_lists": tensor_lists(),
         "tickets": ticket_vectors(RUN, FIRST, SECOND, int(NOW_UNIX)),
         "amendments": amendment_vectors(SIGNED, FIRST, SECOND, int(NOW_UNIX)),
+        "evaluations": {
+            "run": RUN,
+            "results": [{"fields": result.to_fields(), "sealed": sealed} for result, sealed in RESULTS],
+        },
         "sketches": sketches(),
         "refused": refused(),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -151,6 +152,22 @@ def test_what_is_measured_of_a_task_is_a_gauge_by_task_and_metric_also_for_track
     assert found["agora_task_value{metric=acc,none,task=lm-eval:arc_easy}"] == 0.5
     tags = metrics.make_row(sink.registry, "run", 3, 2.0).metrics
     assert tags["task_value/task_lm-eval_arc_easy/metric_acc_none"] == 0.5
+
+
+def test_what_members_have_signed_is_a_gauge_of_the_run_the_last_of_each_task() -> None:
+    def evaluation(task: str, step: int, value: float) -> dict[str, Any]:
+        return {"task": task, "step": step, "unix": 1.0, "values": {"accuracy": value, "by": "nobody"}}
+
+    found = [evaluation("sums", 400, 0.5), evaluation("sums", 300, 0.25), evaluation("repeats", 100, 1.0)]
+    registry = CollectorRegistry()
+    registry.register(SnapshotCollector(STATUS_METRICS, lambda: STATUS | {"evaluations": found}))
+    shown = {name: value for name, value in samples(registry).items() if name.startswith("agora_run_task_value")}
+    assert shown == {
+        "agora_run_task_value{metric=accuracy,task=repeats}": 1.0,
+        "agora_run_task_value{metric=accuracy,task=sums}": 0.5,
+    }
+    tags = metrics.make_row(registry, "run", 400, 2.0).metrics
+    assert tags["run_task_value/task_sums/metric_accuracy"] == 0.5
 
 
 def both() -> CollectorRegistry:

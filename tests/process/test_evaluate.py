@@ -80,6 +80,12 @@ def test_its_figures_are_those_of_the_exported_model(tmp_path: Path) -> None:
             ("sums", "accuracy_by_length"),
         ]
 
+        made.until(lambda: len(other.ask("status")["evaluations"]) == 2, "the other to know what the first has signed")
+        for asked in (origin, other):
+            signed = {each["task"]: each for each in asked.ask("status")["evaluations"]}
+            assert {each["peer"] for each in signed.values()} == {origin.peer}
+            assert signed["sums"]["values"] == sums["values"] and signed["text"]["step"] == text["step"]
+
         quiz = tmp_path / "quiz.jsonl"
         quiz.write_text("\n".join(map(json.dumps, QUIZ)))
         scored = origin.ask("score_task", task=str(quiz), share=1.0)["losses"]

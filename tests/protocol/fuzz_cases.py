@@ -18,6 +18,7 @@ import torch
 from agora_protocol.amendments import AMENDMENT_TAG, check_follows, open_amendment, seal_amendment, with_changes
 from agora_protocol.codec_names import NUMBER_FORMAT_NAMES
 from agora_protocol.errors import AgoraError, AmendmentError, InputError, ManifestError, ProtocolError
+from agora_protocol.evaluations import EVALUATION_TAG, open_evaluation, seal_evaluation
 from agora_protocol.frames import FrameLimits, FrameType, Prefix, decode_header, encode_frame, slice_payload
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
@@ -228,6 +229,24 @@ def amendment_case(run: RunId, seeds: list[bytes], signers: list[Identity], muta
     except (ProtocolError, AmendmentError) as error:
         assert len(str(error)) < 1500
         return len(data), error.code if isinstance(error, ProtocolError) else "refused"
+    return len(data), "accepted"
+
+
+def evaluation_case(run: RunId, seeds: list[bytes], signers: list[Identity], mutator: Mutator) -> tuple[int, str]:
+    """A result of an evaluation, mutated as bytes, or its fields, signed again by some key."""
+    data = mutator.choice(seeds)
+    if mutator.random() < 0.3:
+        data = mutator.bytes_of(data, seeds)
+    elif mutator.random() < 0.9:
+        payload = mutator.packed(mutator.value_of(msgpack.unpackb(msgpack.unpackb(data)[0])))
+        data = msgpack.packb([payload, mutator.choice(signers).sign(EVALUATION_TAG + bytes.fromhex(run) + payload)])
+    try:
+        opened = open_evaluation(data, run)
+        again = [seal_evaluation(opened, run, key) for key in signers if key.peer == opened.issuer]
+        assert [open_evaluation(sealed, run) for sealed in again] == [opened] * len(again)
+    except ProtocolError as error:
+        assert len(str(error)) < 1500
+        return len(data), error.code
     return len(data), "accepted"
 
 
@@ -490,6 +509,12 @@ def make_cases(vectors: Vectors, make_script: Any) -> dict[str, Case]:
         "amendments": partial(
             amendment_case, signed.run_id, [it["sealed"] for it in vectors("amendments")["chain"]], [*signers.values()]
         ),
+        "evaluations": partial(
+            evaluation_case,
+            signed.run_id,
+            [it["sealed"] for it in vectors("evaluations")["results"]],
+            [*signers.values()],
+        ),
         "messages": MessageCases(signed.run_id, make_script.FIRST, [it["bytes"] for it in vectors("frames")]),
         "directory": DirectoryCases(vectors("records"), signers),
         "codecs": partial(codec_case, codec_seeds()),
@@ -510,6 +535,7 @@ EXPECTED = {
     "tickets": {"accepted", "bad-ticket", "bad-signature", "too-large"},
     "proofs": {"accepted", "bad-ticket", "bad-signature", "too-large"},
     "amendments": {"accepted", "bad-amendment", "bad-signature", "refused"},
+    "evaluations": {"accepted", "bad-record", "bad-signature"},
     "messages": {"accepted", "bad-message", "bad-tensor", "refused", "not-admitted", "wrong-run"},
     "directory": {"accepted", "bad-record"},
     "codecs": {"accepted", "bad-tensor"},
@@ -518,6 +544,7 @@ EXPECTED = {
 # What a few thousand cases may lack.
 RARE = {
     "amendments": {"too-large"},
+    "evaluations": {"too-large"},
     "messages": {
         "bad-ticket",
         "bad-amendment",
@@ -542,6 +569,7 @@ SHARE = {
     "tickets": 0.05,
     "proofs": 0.05,
     "amendments": 0.05,
+    "evaluations": 0.05,
     "messages": 0.4,
     "directory": 0.15,
     "codecs": 0.15,

@@ -12,6 +12,7 @@ from agora_protocol import messages
 from agora_protocol.amendments import Amendment, manifest_at, open_amendment, seal_amendment
 from agora_protocol.directory_shards import shard_hash
 from agora_protocol.errors import ManifestError, ProtocolError
+from agora_protocol.evaluations import Evaluation, open_evaluation, seal_evaluation
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame, slice_payload
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import peer_name
@@ -96,6 +97,14 @@ def test_amendments(vectors: Vectors, make_script: ModuleType) -> None:
     assert len({it["canonical"] for it in vector["manifests"]}) == 4
 
 
+def test_evaluations(vectors: Vectors, make_script: ModuleType) -> None:
+    vector, keys = vectors("evaluations"), {it.peer: it for it in (make_script.FIRST, make_script.SECOND)}
+    for it in vector["results"]:
+        opened = open_evaluation(it["sealed"], vector["run"])
+        assert opened == Evaluation(**it["fields"])
+        assert seal_evaluation(opened, vector["run"], keys[opened.issuer]) == it["sealed"]
+
+
 def test_records(vectors: Vectors, make_script: ModuleType) -> None:
     signers = {it.peer: it for it in (make_script.FIRST, make_script.SECOND)}
     seen = set()
@@ -164,6 +173,10 @@ def test_what_must_be_refused_is_refused_with_its_word(vectors: Vectors) -> None
             open_proof(vector["bytes"], how["run"])
         assert caught.value.code == vector["code"], (vector["why"], str(caught.value))
         codes.add(vector["code"])
+    for vector in refused["evaluations"]:
+        with pytest.raises(ProtocolError) as caught:
+            open_evaluation(vector["bytes"], how["run"])
+        assert caught.value.code == vector["code"], vector["why"]
     for vector in refused["amendments"]:
         with pytest.raises(ProtocolError) as caught:
             open_amendment(vector["bytes"], how["run"])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agora_protocol.evaluations import Evaluation
 from agora_protocol.ids import PeerId, Span, peer_name
 from agora_protocol.limits import MAX_TEXT_BYTES
 from agora_protocol.manifest_sections import AdmissionSection
@@ -82,6 +83,7 @@ class NodeReport:
     span: SpanReport | None = None  # None while no stages are loaded
     clock_remark: str = ""  # a sentence that its clock is wrong; "" if it is not
     amendments: tuple[tuple[int, int, str], ...] = ()  # those that count: number, first step, new values in words
+    evaluations: Sequence[Evaluation] = ()  # that members have signed, the newest first
     software: Mapping[PeerId, str] = field(default_factory=dict)  # of each connected peer, and of this one
     admission: AdmissionSection = field(default_factory=AdmissionSection)  # as it was amended last
     key_remark: str = ""  # a sentence that another daemon has this one's key; "" while none has tried
@@ -107,6 +109,20 @@ def status_json(report: NodeReport) -> dict[str, Any]:
     status["amendments"] = [
         {"number": number, "from_step": step, "changes": changes, "in_force": step <= status["step"]}
         for number, step, changes in report.amendments
+    ]
+    status["evaluations"] = [
+        {
+            "task": each.task,
+            "step": each.step,
+            "values": dict(each.values),
+            "items": each.items,
+            "tokens": each.tokens or None,
+            "seconds": round(each.seconds, 3),
+            "peer": each.issuer,
+            "name": peer_name(each.issuer),
+            "unix": each.issued_unix,
+        }
+        for each in report.evaluations
     ]
     for peer in status["peers"]:
         peer["software"] = report.software.get(peer["peer"], "")

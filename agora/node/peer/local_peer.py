@@ -50,6 +50,7 @@ from agora.node.peer.requests import (
 )
 from agora.node.peer.run_admission import Bans, RunAdmission
 from agora.node.peer.run_amendments import Amendments
+from agora.node.peer.run_evaluations import Evaluations
 from agora.observe import events
 from agora.pipeline.process_call import WireRules
 from agora.pipeline.router import Router
@@ -188,7 +189,8 @@ class LocalPeer:
             usual_step=self.usual_step,
             unix=unix,
         )
-        holders = (self.membership, self.directory, self.amendments)
+        self.evaluations = Evaluations(context, signed.run_id, self.admission, unix=unix)
+        holders = (self.membership, self.directory, self.amendments, self.evaluations)
         self.bans = Bans(context, signed.run_id, self.admission.book, self.network, holders, unix=unix)
 
         # What a span works with, whichever it is.
@@ -289,6 +291,7 @@ class LocalPeer:
         self.tasks.start("amendments", self.amendments.keep_asking())
         self.tasks.start("membership", self.membership.run())
         self.tasks.start("bans", self.bans.exchange_lists(self.directory))
+        self.tasks.start("evaluations", self.evaluations.exchange_lists(self.directory))
         self.tasks.start("redial", self._redial_missing_peers())
         members = self.membership
         self.tasks.start(

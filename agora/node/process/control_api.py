@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from agora_protocol.errors import AmendmentError, InputError, LocalError
@@ -19,7 +20,6 @@ from agora.node.control.control_socket import Answer, Question
 from agora.node.control.node_report import report_json, status_json
 from agora.node.process.evaluation import TaskEvaluator
 from agora.node.span.training_data import open_run_tokenizer
-from agora.observe.events import TaskEvaluated
 from agora.state.collector import COLLECTION_TIMEOUT_S
 from agora.state.files import replace_tensors
 
@@ -74,7 +74,7 @@ class ControlApi:
                 self.evaluate_task, {"task": str, "items": int, "share": float}, deadline_s=TASK_TIMEOUT_S
             ),
             "report_task": Question(
-                self.report_task, {"task": str, "metric": str, "value": float, "items": int, "seconds": float}
+                self.report_task, {"task": str, "values": dict, "items": int, "seconds": float, "step": int}
             ),
             "score_task": Question(self.score_task, {"task": str, "share": float}, deadline_s=TASK_TIMEOUT_S),
         }
@@ -276,9 +276,9 @@ class ControlApi:
             raise LocalError("Items must be 0 or more.")
         evaluator, loaded_task, step = await self._load_task(task, share)
         result = await evaluator.evaluate(loaded_task.first(items) if items else loaded_task)
-        for event in result.events():
-            self._daemon.context.report_event(event)
-        return {"step": step, **asdict(result)}
+        measured = asdict(result)
+        self._require_local_peer().evaluations.sign(**measured, step=step)
+        return {"step": step, **measured}
 
     async def score_task(self, task: str = "", share: float = 0.02) -> Answer:
         """Returns {"losses": as TaskEvaluator.losses_of has them, "step": step} of a task of at most MAX_SCORED items.
@@ -291,16 +291,24 @@ class ControlApi:
         return {"step": step, "losses": await evaluator.losses_of(loaded_task)}
 
     async def report_task(
-        self, task: str = "", metric: str = "", value: float = 0.0, items: int = 0, seconds: float = 0.0
+        self,
+        task: str = "",
+        values: Mapping[str, float] = MappingProxyType({}),
+        items: int = 0,
+        seconds: float = 0.0,
+        step: int = 0,
     ) -> Answer:
-        """Reports a result that a program of this machine has made of this origin's losses, as TaskEvaluated.
+        """Signs a result that a program of this machine has made of this origin's losses; see Evaluations.sign.
 
-        Raises LocalError without stage 0.
+        values: by metric. Raises LocalError without stage 0, or for values that are not numbers.
         """
         if self._daemon.serving_span().origin is None:
             raise LocalError("This peer does not hold stage 0, so it has measured nothing; tell one that does.")
-        name, measured = task[:MAX_NAME_LENGTH], metric[:MAX_NAME_LENGTH]
-        self._daemon.context.report_event(TaskEvaluated(name, measured, value, items, 0, seconds))
+        if not all(isinstance(value, int | float) for value in values.values()) or min(items, step, seconds) < 0:
+            raise LocalError("Values must be numbers by metric; items, step and seconds at least 0.")
+        measured = {metric[:MAX_NAME_LENGTH]: float(value) for metric, value in values.items()}
+        evaluations = self._require_local_peer().evaluations
+        evaluations.sign(task[:MAX_NAME_LENGTH], measured, step=step, items=items, tokens=0, seconds=seconds)
         return {}
 
     async def _load_task(self, task: str, share: float) -> tuple[TaskEvaluator, EvaluationTask, int]:

@@ -231,6 +231,7 @@ class Daemon:
             traffic=self._total_traffic(),
             span=self.loaded.take_span_report() if self.loaded else None,
             amendments=local_peer.amendments.in_words() if local_peer else (),
+            evaluations=[each.evaluation for each in local_peer.evaluations.book.known()] if local_peer else (),
             software={**local_peer.network.software, context.me: SOFTWARE} if local_peer else {},
             admission=local_peer.live.last.admission if local_peer else AdmissionSection(),
         )

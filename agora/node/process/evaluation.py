@@ -15,7 +15,6 @@ from agora.codec import encode_tokens
 from agora.core.clock import loop_time
 from agora.data.evaluation_tasks import EvaluationTask, Question, Rows, choice_rows, cut_to, microbatch, text_rows
 from agora.data.tokenizer import Tokenizer
-from agora.observe.events import TaskEvaluated
 
 IDLE_AFTER_S: Final = 10.0  # seconds without a training microbatch, after which nothing is left to be gentle with
 LOOK_INTERVAL_S: Final = 0.05
@@ -40,19 +39,13 @@ def may_send(sent: int, trained: int, share: float, idle_s: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """What was measured of a task. values: by metric, see TaskEvaluated. tokens: those that counted."""
+    """What was measured of a task. values: by metric, see events.TaskEvaluated. tokens: those that counted."""
 
     task: str
     values: dict[str, float]
     items: int
     tokens: int
     seconds: float
-
-    def events(self) -> list[TaskEvaluated]:
-        return [
-            TaskEvaluated(self.task, metric, value, self.items, self.tokens, self.seconds)
-            for metric, value in self.values.items()
-        ]
 
 
 class _Answer(NamedTuple):

@@ -245,7 +245,7 @@ function showJoin(join) {
 function showTasks() {
   node("tasks-part").hidden = !tasks.length;
   const newest = new Map(); // by task and metric: its row
-  for (const [unix, task, metric, value] of tasks) {
+  for (const [unix, task, metric, value] of [...tasks].sort((one, other) => one[0] - other[0])) {
     const key = `${task}\n${metric}`;
     newest.set(key, [task, metric, fixed(value, 4), newest.get(key)?.[3] ?? fixed(value, 4), clock(unix)]);
   }
