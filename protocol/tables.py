@@ -137,6 +137,7 @@ def tags_table() -> str:
         ["revocation signature tag", f"`{tickets.REVOCATION_TAG.hex()}` = `agora revocation 1` and a zero byte"],
         ["amendment signature tag", f"`{amendments.AMENDMENT_TAG.hex()}` = `agora amendment 1` and a zero byte"],
         ["evaluation signature tag", f"`{evaluations.EVALUATION_TAG.hex()}` = `agora evaluation 1` and a zero byte"],
+        ["evaluator tag", f"`{evaluations.EVALUATOR_TAG.hex()}` = `agora evaluator 1` and a zero byte"],
         ["hello tag", f"`{tickets.HELLO_TAG.hex()}` = `agora hello 1` and a zero byte"],
     ]
     return _table(["what", "bytes (hex)"], rows)

@@ -32,6 +32,7 @@ from agora.cli.console import EXIT_STALLED, EXIT_USAGE, Failure
 from agora.cli.handing_in import homes_not_told, in_words, tell_daemons
 from agora.cli.signing_command import Signer, find_signer, known_addresses
 from agora.cli.stage_sources import FoundRun, find_run
+from agora.data.evaluation_tasks import SCHEDULED
 from agora.node import run_files
 from agora.node.control import control_client
 from agora.swarm.admission import is_outdated
@@ -120,6 +121,9 @@ def parse_values(sets: Sequence[str]) -> dict[str, Any]:
             values[key] = read.isoformat() if isinstance(read, date) else read
         except tomllib.TOMLDecodeError:
             values[key] = value  # a word need not be quoted
+    tasks = values.get("evaluation.tasks")
+    if isinstance(tasks, list) and (unknown := [task for task in tasks if task not in SCHEDULED]):
+        raise Failure(f"there is no task {unknown[0]!r}; evaluation.tasks may have {', '.join(SCHEDULED)}", EXIT_USAGE)
     return values
 
 

@@ -225,3 +225,8 @@ BUILT_IN: Final[Mapping[str, Callable[[], EvaluationTask]]] = {
     "agreement": _agreement,
     "repeats": _repeats,
 }
+
+HELDOUT: Final = "heldout"  # the task that is the run's held-out text
+# The tasks that the manifest's section `evaluation` may name. Never a file: an amendment must not choose what a member
+# reads of its disk, and sends through the swarm.
+SCHEDULED: Final = (HELDOUT, *BUILT_IN)

@@ -235,6 +235,9 @@ class Origin:
         message = (await self._deliver(self._new_microbatch(tokens, "evaluate"))).message
         return message.loss_sum, message.tokens
 
+    def heldout_microbatches(self, count: int) -> Iterable[WireTensor]:
+        return self._source.heldout_microbatches(count)
+
     async def _draw_next(self) -> DrawnMicrobatch | None:
         while True:
             inputs = self._gather_inputs()

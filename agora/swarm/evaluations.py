@@ -6,13 +6,13 @@ The rules are those of protocol/SPEC.md, section 4.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from agora_protocol.directory_shards import shard_hash
 from agora_protocol.errors import ProtocolError
-from agora_protocol.evaluations import Evaluation, open_evaluation
+from agora_protocol.evaluations import Evaluation, evaluator_rank, open_evaluation
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.limits import (
     CLOCK_TOLERANCE_S,
@@ -20,6 +20,7 @@ from agora_protocol.limits import (
     MAX_KEPT_EVALUATIONS,
     MAX_SHARED_EVALUATIONS,
 )
+from agora_protocol.manifest_sections import EvaluationSection
 
 COPIES: Final = 3  # peers that publish another's result
 
@@ -104,3 +105,29 @@ def choose_published(
         elif copies[each.sealed] < COPIES:
             others.append(each.sealed)
     return [*own, *others][:MAX_SHARED_EVALUATIONS]
+
+
+# --- who evaluates
+
+
+def due_tasks(
+    section: EvaluationSection,
+    step: int,
+    me: PeerId,
+    origins: Collection[PeerId],
+    known: Iterable[Evaluation],
+    run: RunId,
+) -> list[str]:
+    """Returns the tasks that this peer, which serves stage 0, is to evaluate now.
+
+    It is its turn while no serving peer of stage 0 goes before it in the round of `step`, so that the next takes over
+    from one that has gone. A result counts as the round's only if its issuer goes before this peer, or is it: anybody
+    can sign one. section: as it is at `step`, the steps that stage 0 has taken. known: results that members signed.
+    """
+    number = step // section.every
+    own = evaluator_rank(run, number, me)
+    if not section.tasks or number == 0 or any(evaluator_rank(run, number, peer) < own for peer in origins):
+        return []
+    of_round = [each for each in known if each.step // section.every == number]
+    done = {each.task for each in of_round if evaluator_rank(run, number, each.issuer) <= own}
+    return [task for task in section.tasks if task not in done]

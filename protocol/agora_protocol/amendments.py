@@ -46,6 +46,10 @@ AMENDABLE: Final = (
     "averaging.outer_momentum",
     "checkpoint.every",
     "checkpoint.keep",
+    "evaluation.tasks",
+    "evaluation.every",
+    "evaluation.items",
+    "evaluation.share",
     "admission.oldest_version",
     "admission.oldest_version_from",
 )

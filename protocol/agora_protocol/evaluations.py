@@ -5,6 +5,7 @@ Sealed like a ticket, under a tag of its own, so that others can pass a result o
 
 from __future__ import annotations
 
+import hashlib
 from typing import ClassVar, Final
 
 from agora_protocol.errors import ProtocolError
@@ -25,6 +26,7 @@ from agora_protocol.limits import MAX_EVALUATION_BYTES, MAX_EVALUATION_VALUES, M
 from agora_protocol.tickets import MAX_UNIX, open_sealed, seal
 
 EVALUATION_TAG: Final = b"agora evaluation 1\0"
+EVALUATOR_TAG: Final = b"agora evaluator 1\0"  # begins what is hashed to choose who evaluates
 MAX_METRIC_BYTES: Final = 32  # a metric's name
 _NAME: Final = "[ -~]+"  # printable ASCII, which cannot move the cursor of a terminal
 
@@ -73,3 +75,13 @@ def open_evaluation(data: bytes, run: RunId) -> Evaluation:
     Raises ProtocolError: "too-large", "bad-record", "bad-signature".
     """
     return open_sealed(data, Evaluation, EVALUATION_TAG, run, MAX_EVALUATION_BYTES)[0]
+
+
+def evaluator_rank(run: RunId, round_number: int, peer: PeerId) -> bytes:
+    """Returns the hash by which peers of stage 0 take turns: the lowest of those that serve evaluates in this round.
+
+    Rendezvous hashing: when one comes or goes, no other two change places.
+    """
+    return hashlib.sha256(
+        EVALUATOR_TAG + bytes.fromhex(run) + round_number.to_bytes(8, "big") + peer.encode("ascii")
+    ).digest()

@@ -39,6 +39,7 @@ from agora_protocol.manifest_sections import (
     BoundarySection,
     CheckpointSection,
     DataSection,
+    EvaluationSection,
     ObjectiveSection,
     OptimizerSection,
     ScheduleSection,
@@ -50,7 +51,11 @@ from agora_protocol.presets import PRESETS
 
 # Keys that came after version 1 was used. While they have their default, no run's id and signature contains them: runs
 # that were founded before are still the same.
-ADDED_LATER: Final = (("admission", "oldest_version"), ("admission", "oldest_version_from"))
+ADDED_LATER: Final = (
+    ("admission", "oldest_version"),
+    ("admission", "oldest_version_from"),
+    *(("evaluation", key) for key in EvaluationSection.model_fields),
+)
 RUN_TAG: Final = b"agora manifest 1\0"
 SIGNATURE_TAG: Final = b"agora founder 1\0"
 SIGNED_VERSION: Final = 1
@@ -78,6 +83,7 @@ class Manifest(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     data: DataSection = DataSection()
     objective: ObjectiveSection = ObjectiveSection()
+    evaluation: EvaluationSection = EvaluationSection()
     admission: AdmissionSection = AdmissionSection()
 
     @model_validator(mode="before")
@@ -126,12 +132,12 @@ class Manifest(Section):
 
     def canonical(self) -> bytes:
         """Returns the bytes that are hashed and signed: msgpack, keys sorted, floats as float64, of every field but
-        those of ADDED_LATER that have their default.
+        those of ADDED_LATER that have their default; a section of which no key is left is left out.
         """
         values = self.model_dump()
         for section, name in self._unused():
             del values[section][name]
-        return pack_canonical(values)
+        return pack_canonical({name: value for name, value in values.items() if value != {}})
 
     def _unused(self) -> list[tuple[str, str]]:
         sections = {section: getattr(self, section) for section, _ in ADDED_LATER}
@@ -331,6 +337,19 @@ def _check_objective(manifest: Manifest) -> str | None:
     return None
 
 
+def _check_evaluation(manifest: Manifest) -> str | None:
+    tasks = manifest.evaluation.tasks
+    if len(set(tasks)) < len(tasks):
+        return "[evaluation] tasks names one task twice; remove the repetition."
+    if tasks and manifest.objective.kind == "dpo":
+        return (
+            "[evaluation] tasks has no effect with [objective] kind dpo, which has no loss of single texts; remove it."
+        )
+    if "heldout" in tasks and not manifest.data.heldout:
+        return "[evaluation] tasks has heldout, and [data] heldout is 0; hold out some text, or remove the task."
+    return None
+
+
 def _check_founder(manifest: Manifest) -> str | None:
     if manifest.founder and not is_peer_id(manifest.founder):
         return "founder is not a peer id; remove it, joining signs the manifest and sets it."
@@ -365,6 +384,7 @@ RULES: Final[tuple[Callable[[Manifest], str | None], ...]] = (
     _check_tokenizer,
     _check_weights,
     _check_objective,
+    _check_evaluation,
     _check_founder,
     _check_admission,
 )

@@ -221,6 +221,19 @@ class ObjectiveSection(Section):
     )
 
 
+class EvaluationSection(Section):
+    """What is measured of the model while it trains. With tasks, one peer of stage 0 evaluates each time."""
+
+    tasks: tuple[Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,64}$")], ...] = Field(
+        default=(), max_length=8, description="heldout, and tasks of agora itself, such as sums; empty: none"
+    )
+    every: int = Field(default=1000, ge=1, le=10**9, description="optimizer steps from one evaluation to the next")
+    items: int = Field(default=50, ge=1, le=4096, description="most questions of a task; of heldout, most microbatches")
+    share: float = Field(
+        default=0.02, gt=0, le=1, description="most microbatches of an evaluation by those that its origin trains on"
+    )
+
+
 class AdmissionSection(Section):
     """Who may take part."""
 

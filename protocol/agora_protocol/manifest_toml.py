@@ -35,7 +35,8 @@ def manifest_text(manifest: BaseModel, left_out: Collection[tuple[str, str]] = (
         for key, field in type(section).model_fields.items():
             if (name, key) not in left_out:
                 table.add(key, _commented(key, getattr(section, key), field.description))
-        document.add(name, table)
+        if table:
+            document.add(name, table)
     return document.as_string()
 
 

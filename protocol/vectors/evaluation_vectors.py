@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgpack
-from agora_protocol.evaluations import EVALUATION_TAG, Evaluation, seal_evaluation
+from agora_protocol.evaluations import EVALUATION_TAG, Evaluation, evaluator_rank, seal_evaluation
 from agora_protocol.identity import Identity
 from agora_protocol.ids import RunId
 from agora_protocol.tickets import REVOCATION_TAG
@@ -22,6 +22,14 @@ def evaluations(
         (other, Evaluation(other.peer, "heldout", 512, texts, 16, 16_384, 30.25, now_unix + 1, proof)),
     )
     return [(evaluation, seal_evaluation(evaluation, run, issuer)) for issuer, evaluation in made]
+
+
+def turns(run: RunId, *peers: Identity) -> list[dict[str, Any]]:
+    """Returns the hash of each peer in some rounds; the lowest evaluates."""
+    return [
+        {"round": number, "ranks": [[each.peer, evaluator_rank(run, number, each.peer)] for each in peers]}
+        for number in (1, 2, 3, 1_000_000)
+    ]
 
 
 def bad_evaluations(run: RunId, founder: Identity, other: Identity, now_unix: int) -> list[tuple[str, str, bytes]]:

@@ -37,7 +37,7 @@ from agora_protocol.tensors import WireTensor
 from amendment_vectors import amendment_frames, amendment_vectors, bad_amendments
 from averaging_vectors import averaging_frames
 from base_model_vectors import adapted_manifest, base_model_frames, tensor_lists
-from evaluation_vectors import bad_evaluations, evaluations
+from evaluation_vectors import bad_evaluations, evaluations, turns
 from ticket_vectors import admission_frames, bad_proofs, invite_vectors, proofs, revocations, ticket_vectors
 
 HERE: Final = Path(__file__).parent
@@ -87,7 +87,9 @@ def manifests() -> list[dict[str, Any]]:
     """Returns manifests as files, canonical bytes and signed bytes."""
     cut = {"count": 3, "first_layers": [0, 1, 5]}
     listed = {"mode": "listed", "peers": [SECOND.peer]}
+    evaluated = {"tasks": ["heldout", "sums"], "every": 500}
     other = preset("small", name="listed", stages=cut, admission=listed, boundary={"codec": "float32"})
+    measured = preset("tiny", name="measured", evaluation=evaluated)
     return [
         {
             "toml": signed.to_toml(),
@@ -99,7 +101,12 @@ def manifests() -> list[dict[str, Any]]:
             "layers": [[*signed.manifest.layers_of(k)] for k in range(signed.manifest.stage_count)],
             "max_payload_bytes": signed.manifest.max_payload_bytes,
         }
-        for signed in (SIGNED, SignedManifest.sign(other, SECOND), SignedManifest.sign(adapted_manifest(), FIRST))
+        for signed in (
+            SIGNED,
+            SignedManifest.sign(other, SECOND),
+            SignedManifest.sign(adapted_manifest(), FIRST),
+            SignedManifest.sign(measured, FIRST),
+        )
     ]
 
 
@@ -390,6 +397,7 @@ def build() -> dict[str, str]:
         "amendments": amendment_vectors(SIGNED, FIRST, SECOND, int(NOW_UNIX)),
         "evaluations": {
             "run": RUN,
+            "turns": turns(RUN, FIRST, SECOND),
             "results": [{"fields": result.to_fields(), "sealed": sealed} for result, sealed in RESULTS],
         },
         "sketches": sketches(),

@@ -93,6 +93,7 @@ def test_the_founder_amends_and_the_next_one_follows(
         (200, ["optimizer.total_steps"], "is not SECTION.FIELD=VALUE", EXIT_USAGE),
         (200, ["optimizer.totl_steps=1"], "did you mean 'optimizer.total_steps'", EXIT_USAGE),
         (200, ["model.layers=8"], "core of the manifest", EXIT_USAGE),
+        (200, ['evaluation.tasks=["summs"]'], "there is no task 'summs'", EXIT_USAGE),
         (200, ["optimizer.total_steps=1", "optimizer.total_steps=2"], "set twice", EXIT_USAGE),
         (200, ["optimizer.total_steps=many"], "do not fit the run", EXIT_USAGE),
         (200, ["optimizer.target_tokens=1000"], "use target_tokens", EXIT_USAGE),

@@ -91,6 +91,13 @@ def test_a_founder_without_the_data_is_told_before_it_signs(home: paths.Home, tm
     assert is_signed(found(home, reading(corpus=["poems.txt"]), poems), "")
 
 
+def test_a_schedule_with_a_task_that_does_not_exist_is_not_signed(home: paths.Home, tmp_path: Path) -> None:
+    with pytest.raises(AgoraError, match="there is no task 'summs'; name heldout, sums"):
+        found(home, preset("tiny", evaluation={"tasks": ["heldout", "summs"]}))
+    assert not is_signed((tmp_path / "run.toml").read_text(), "")
+    assert is_signed(found(home, preset("tiny", evaluation={"tasks": ["heldout", "sums"]})), "")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

@@ -97,19 +97,22 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_member_finds_what_one_has_signed_also_when_it_has_gone(tmp_path: Path) -> None:
-    store = Store()
-    first, second, late = (Daemon(tmp_path / f"d{n}", key) for n, key in enumerate((MEMBER, FOUNDER, READER)))
-    first.sign(accuracy=0.5, accuracy_by_length=0.25)
-    assert [event.metric for event in first.events(events.TaskEvaluated)] == ["accuracy", "accuracy_by_length"]
-    asyncio.run(until_quiet(store, first, second))
-    (found,) = second.evaluations.book.known()
-    assert found.evaluation.issuer == MEMBER.peer and found.evaluation.step == 400
-    told = [(event.metric, event.value, event.peer) for event in second.events(events.EvaluationTaken)]
-    assert told == [("accuracy", 0.5, MEMBER.peer), ("accuracy_by_length", 0.25, MEMBER.peer)]
-    del store.records[MEMBER.peer]
-    asyncio.run(until_quiet(store, second, late))
-    assert late.evaluations.book.known() == [found]
-    assert not first.events(events.EvaluationTaken), "its own it knows"
+    async def main() -> None:
+        store = Store()
+        first, second, late = (Daemon(tmp_path / f"d{n}", key) for n, key in enumerate((MEMBER, FOUNDER, READER)))
+        first.sign(accuracy=0.5, accuracy_by_length=0.25)
+        assert [event.metric for event in first.events(events.TaskEvaluated)] == ["accuracy", "accuracy_by_length"]
+        await until_quiet(store, first, second)
+        (found,) = second.evaluations.book.known()
+        assert found.evaluation.issuer == MEMBER.peer and found.evaluation.step == 400
+        told = [(event.metric, event.value, event.peer) for event in second.events(events.EvaluationTaken)]
+        assert told == [("accuracy", 0.5, MEMBER.peer), ("accuracy_by_length", 0.25, MEMBER.peer)]
+        del store.records[MEMBER.peer]
+        await until_quiet(store, second, late)
+        assert late.evaluations.book.known() == [found]
+        assert not first.events(events.EvaluationTaken), "its own it knows"
+
+    asyncio.run(main())
 
 
 def test_what_strangers_and_readers_sign_changes_nothing(tmp_path: Path) -> None:

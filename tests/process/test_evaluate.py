@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from agora.data.evaluation_tasks import load_task
 from agora.data.tokenizer import ByteTokenizer
-from tests.process.harness import WAIT_S, Daemon, drained, swarm, tiny
+from tests.process.harness import WAIT_S, Daemon, drained, last_step, swarm, tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -127,6 +127,32 @@ def test_its_figures_are_those_of_the_exported_model(tmp_path: Path) -> None:
     separated = [int(ByteTokenizer().separator[0]), *TEXT.encode()]
     windows = [separated[at : at + context + 1] for at in range(0, len(separated) - 1, context)]
     assert of_text == [[pytest.approx(-sum(log_probability(model, window, 1) for window in windows), rel=1e-3)]]
+
+
+def test_one_origin_after_the_other_evaluates_on_the_schedule_at_its_share_and_one_takes_over(tmp_path: Path) -> None:
+    every, share = 20, 0.25
+    section = {"tasks": ["heldout", "sums"], "every": every, "items": 1, "share": share}
+    with swarm(tmp_path, tiny(1, evaluation=section, optimizer={"target_tokens": 512, "warmup_steps": 2})) as made:
+        first, second = made.start("peer-0", "0"), made.start("peer-1", "0")
+
+        def turns(daemon: Daemon) -> int:
+            return len(daemon.events("TaskEvaluated", task="sums", metric="accuracy"))
+
+        made.until(lambda: turns(first) and turns(second), "each of the two to have had its turn")
+        for daemon in (first, second):
+            trained = len(daemon.events("MicrobatchStarted", purpose="train"))
+            sent = len(daemon.events("MicrobatchStarted", purpose="evaluate"))
+            evaluations = len(daemon.events("TaskEvaluated", metric="loss")) + turns(daemon) + 2
+            assert 0 < sent <= evaluations + share * trained
+        made.until(lambda: second.events("EvaluationTaken"), "one to know what the other has signed")
+        first.kill()
+        had, step = turns(second), last_step(second)
+        # Of three rounds in a row the killed one would have had one, but for one time in eight.
+        made.until(lambda: turns(second) >= had + 4, "the other to go on alone")
+        measured = second.events("EvaluationTaken") + second.events("TaskEvaluated")
+        assert {"heldout", "sums"} <= {event["task"] for event in measured}
+        assert turns(second) - had >= (last_step(second) - step) // every - 3, "no round is left out"
+        assert not second.events("TaskFailed")
 
 
 def assert_the_harness_counts_alike(folder: Path, daemon: Daemon, run: str, quiz: Path) -> None:

@@ -15,6 +15,7 @@ from agora_protocol.limits import MAX_MANIFEST_BYTES, MAX_PAYLOAD_BYTES, STATE_C
 from agora_protocol.manifest import Manifest, SignedManifest, is_signed, preset
 from agora_protocol.manifest_model import SubspaceSection
 from agora_protocol.manifest_sections import OptimizerSection
+from agora_protocol.packing import pack_canonical
 from agora_protocol.presets import PRESETS
 
 
@@ -43,7 +44,7 @@ def test_every_key_of_the_file_is_documented() -> None:
 def test_the_canonical_form_is_sorted_and_complete() -> None:
     data = preset("tiny", optimizer={"learning_rate": 1}).canonical()
     values = msgpack.unpackb(data)
-    assert [*values] == sorted(Manifest.model_fields)
+    assert [*values] == sorted(Manifest.model_fields.keys() - {"evaluation"})  # which is left out while it is not used
     assert all([*section] == sorted(section) for section in values.values() if isinstance(section, dict))
     assert values["optimizer"]["learning_rate"] == 1.0 and b"\xadlearning_rate\xcb" in data
     assert msgpack.packb(values) == data
@@ -308,6 +309,42 @@ def test_a_key_that_came_later_changes_no_id_and_no_file_while_it_is_not_used() 
         signed = SignedManifest.sign(each, Identity.generate())
         assert SignedManifest.from_bytes(signed.to_bytes(), signed.run_id) == signed
         assert SignedManifest.from_toml(signed.to_toml()) == signed
+
+
+def test_a_section_that_came_later_changes_no_id_and_no_file_while_it_is_not_used() -> None:
+    manifest = Manifest(name="poems")
+    assert b"evaluation" not in manifest.canonical() and "[evaluation]" not in manifest.to_toml()
+    asks = manifest.with_values(evaluation={"tasks": ["heldout", "sums"]})
+    assert asks.run_id != manifest.run_id and Manifest.from_toml(asks.to_toml()) == asks
+    assert b"every" in manifest.canonical() and asks.canonical().count(b"every") == manifest.canonical().count(b"every")
+    signed = SignedManifest.sign(asks, Identity.generate())
+    assert SignedManifest.from_bytes(signed.to_bytes(), signed.run_id) == signed
+    with pytest.raises(ManifestError, match="not in canonical form"):  # as a default that is written out would be
+        values = {**asks.model_dump(), "founder": signed.founder}
+        SignedManifest.from_bytes(msgpack.packb([1, pack_canonical(values), signed.signature]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"tasks": ["sums", "sums"]}, "names one task twice"),
+        ({"tasks": ["/etc/passwd"]}, "tasks"),
+        ({"tasks": ["a" * 65]}, "tasks"),
+        ({"tasks": [f"t{number}" for number in range(9)]}, "tasks"),
+        ({"every": 0}, "every"),
+        ({"share": 0.0}, "share"),
+        ({"share": 1.5}, "share"),
+        ({"items": 0}, "items"),
+    ],
+)
+def test_a_schedule_that_cannot_be_kept_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ManifestError, match=says):
+        Manifest(name="poems").with_values(evaluation=wrong)
+
+
+def test_heldout_text_is_evaluated_where_some_is_held_out() -> None:
+    with pytest.raises(ManifestError, match="hold out some text"):
+        Manifest(name="poems").with_values(data={"heldout": 0.0}, evaluation={"tasks": ["heldout"]})
 
 
 @pytest.mark.parametrize("wrong", ["0.2", "v0.2.0", "0.2.0rc1", "-1.0.0", "0.2.0\n"])

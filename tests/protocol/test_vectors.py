@@ -12,7 +12,7 @@ from agora_protocol import messages
 from agora_protocol.amendments import Amendment, manifest_at, open_amendment, seal_amendment
 from agora_protocol.directory_shards import shard_hash
 from agora_protocol.errors import ManifestError, ProtocolError
-from agora_protocol.evaluations import Evaluation, open_evaluation, seal_evaluation
+from agora_protocol.evaluations import Evaluation, evaluator_rank, open_evaluation, seal_evaluation
 from agora_protocol.frames import FrameType, Prefix, decode_header, encode_frame, slice_payload
 from agora_protocol.identity import Identity, verify
 from agora_protocol.ids import peer_name
@@ -103,6 +103,11 @@ def test_evaluations(vectors: Vectors, make_script: ModuleType) -> None:
         opened = open_evaluation(it["sealed"], vector["run"])
         assert opened == Evaluation(**it["fields"])
         assert seal_evaluation(opened, vector["run"], keys[opened.issuer]) == it["sealed"]
+    for it in vector["turns"]:
+        for peer, rank in it["ranks"]:
+            number = it["round"].to_bytes(8, "big")
+            text = b"agora evaluator 1\0" + bytes.fromhex(vector["run"]) + number + peer.encode()
+            assert evaluator_rank(vector["run"], it["round"], peer) == hashlib.sha256(text).digest() == rank
 
 
 def test_records(vectors: Vectors, make_script: ModuleType) -> None:

@@ -22,9 +22,10 @@ from agora_protocol.limits import (
     MAX_RECORD_BYTES,
     MAX_SHARED_EVALUATIONS,
 )
+from agora_protocol.manifest_sections import EvaluationSection
 from agora_protocol.records import EvaluationList, seal_record
 
-from agora.swarm.evaluations import COPIES, EvaluationBook, SealedEvaluation, choose_published
+from agora.swarm.evaluations import COPIES, EvaluationBook, SealedEvaluation, choose_published, due_tasks
 from tests.swarm.makers import RUN
 
 NOW = 1_790_000_000
@@ -152,3 +153,53 @@ def test_own_results_go_before_those_of_others() -> None:
     own = opened(result(at=NOW - 100))
     published = choose_published([*others, *own], {}, KEYS[0].peer, RUN)
     assert published == [own[0].sealed, *(each.sealed for each in others[:-1])]
+
+
+SECTION = EvaluationSection(tasks=("sums", "heldout"), every=100)
+PEERS = [key.peer for key in KEYS]
+
+
+def chosen(step: int, origins: Sequence[PeerId]) -> list[PeerId]:
+    return [me for me in origins if due_tasks(SECTION, step, me, origins, [], RUN)]
+
+
+def measured(by: Identity, task: str, step: int) -> Evaluation:
+    return open_evaluation(result(by, task, step=step), RUN)
+
+
+def test_one_peer_evaluates_in_each_round_and_they_take_turns() -> None:
+    assert chosen(99, PEERS) == [], "the first round begins after `every` steps"
+    turns = [chosen(step, PEERS) for step in range(100, 20_100, 100)]
+    assert all(len(turn) == 1 for turn in turns)
+    assert {turn[0] for turn in turns} == set(PEERS)
+    assert chosen(137, PEERS) == chosen(100, PEERS), "it stays the same one for the whole round"
+
+
+def test_when_the_chosen_one_is_gone_one_other_takes_over_and_no_two_others_change_places() -> None:
+    for step in range(100, 3000, 100):
+        (first,) = chosen(step, PEERS)
+        (second,) = chosen(step, [peer for peer in PEERS if peer != first])
+        assert second != first
+        other = next(peer for peer in PEERS if peer not in (first, second))
+        assert chosen(step, [peer for peer in PEERS if peer != other]) == [first]
+
+
+def test_a_task_is_evaluated_once_in_a_round_whoever_comes_later() -> None:
+    (first,) = chosen(100, PEERS)
+    key = next(key for key in KEYS if key.peer == first)
+    known = [measured(key, "sums", 120)]
+    assert due_tasks(SECTION, 150, first, PEERS, known, RUN) == ["heldout"]
+    assert due_tasks(SECTION, 250, first, [first], known, RUN) == ["sums", "heldout"], "the next round is another"
+    rest = [peer for peer in PEERS if peer != first]
+    (second,) = chosen(100, rest)
+    assert due_tasks(SECTION, 150, second, rest, known, RUN) == ["heldout"], "what was done before it went, is done"
+
+
+def test_who_is_not_to_evaluate_stops_nobody_by_signing_a_result() -> None:
+    (first,) = chosen(100, PEERS)
+    false = [measured(key, task, 100) for key in KEYS if key.peer != first for task in SECTION.tasks]
+    assert due_tasks(SECTION, 100, first, PEERS, false, RUN) == ["sums", "heldout"]
+
+
+def test_without_tasks_nobody_evaluates() -> None:
+    assert due_tasks(EvaluationSection(), 5000, PEERS[0], [], [], RUN) == []

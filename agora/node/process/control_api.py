@@ -14,12 +14,11 @@ from agora_protocol.ids import Span
 from agora.core.clock import loop_time
 from agora.core.metrics import named_means
 from agora.core.tasks import run_in_thread
-from agora.data.evaluation_tasks import EvaluationTask, load_task
+from agora.data.evaluation_tasks import load_task
 from agora.node import run_files
 from agora.node.control.control_socket import Answer, Question
 from agora.node.control.node_report import report_json, status_json
-from agora.node.process.evaluation import TaskEvaluator
-from agora.node.span.training_data import open_run_tokenizer
+from agora.node.process import evaluation
 from agora.state.collector import COLLECTION_TIMEOUT_S
 from agora.state.files import replace_tensors
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from agora.node.peer.local_peer import LocalPeer
     from agora.node.peer.run_admission import Bans
     from agora.node.process.daemon import Daemon
+    from agora.pipeline.origin import Origin
 
 
 DRAIN_TIMEOUT_S = 90.0  # seconds that `drain` waits for open microbatches
@@ -257,16 +257,18 @@ class ControlApi:
         if not 1 <= batches <= MAX_EVALUATE_BATCHES:
             raise LocalError(f"Batches must be from 1 to {MAX_EVALUATE_BATCHES}.")
         began = loop_time()
-        evaluation = await origin.evaluate(batches, EVALUATION_TIMEOUT_S)
+        done = await origin.evaluate(batches, EVALUATION_TIMEOUT_S)
         return {
-            "loss": evaluation.loss,
-            "tokens": evaluation.tokens,
+            "loss": done.loss,
+            "tokens": done.tokens,
             "seconds": round(loop_time() - began, 3),
-            "tuning": named_means(origin.objective, evaluation.metrics, evaluation.tokens),
+            "tuning": named_means(origin.objective, done.metrics, done.tokens),
         }
 
     async def evaluate_task(self, task: str = "", items: int = 0, share: float = 0.02) -> Answer:
-        """Evaluates a built-in task, or one in a file, through the swarm; see load_task.
+        """Evaluates the held-out text, a built-in task, or one in a file, through the swarm.
+
+        See evaluation.evaluate_task.
 
         items: how many to evaluate at most, 0 for all. share: how many microbatches are evaluated at most for each one
         that this origin trains on meanwhile. Returns the step, and what TaskResult has. Raises LocalError without stage
@@ -274,18 +276,19 @@ class ControlApi:
         """
         if items < 0:
             raise LocalError("Items must be 0 or more.")
-        evaluator, loaded_task, step = await self._load_task(task, share)
-        result = await evaluator.evaluate(loaded_task.first(items) if items else loaded_task)
-        measured = asdict(result)
-        self._require_local_peer().evaluations.sign(**measured, step=step)
-        return {"step": step, **measured}
+        origin, step = self._require_origin()
+        local_peer = self._require_local_peer()
+        result = await evaluation.evaluate_task(local_peer, origin, step, task, items, share, files=True)
+        return {"step": step, **asdict(result)}
 
     async def score_task(self, task: str = "", share: float = 0.02) -> Answer:
         """Returns {"losses": as TaskEvaluator.losses_of has them, "step": step} of a task of at most MAX_SCORED items.
 
         Raises what evaluate_task raises.
         """
-        evaluator, loaded_task, step = await self._load_task(task, share)
+        origin, step = self._require_origin()
+        evaluator = await evaluation.open_evaluator(self._require_local_peer(), origin, share)
+        loaded_task = await run_in_thread(lambda: load_task(task))
         if len(loaded_task.texts) + len(loaded_task.questions) > MAX_SCORED:
             raise LocalError(f"The task has more than {MAX_SCORED} items; ask for a part of it.")
         return {"step": step, "losses": await evaluator.losses_of(loaded_task)}
@@ -311,19 +314,11 @@ class ControlApi:
         evaluations.sign(task[:MAX_NAME_LENGTH], measured, step=step, items=items, tokens=0, seconds=seconds)
         return {}
 
-    async def _load_task(self, task: str, share: float) -> tuple[TaskEvaluator, EvaluationTask, int]:
+    def _require_origin(self) -> tuple[Origin, int]:
         loaded = self._daemon.serving_span()
-        origin, context, signed = loaded.origin, self._daemon.context, self._daemon.signed
-        if origin is None or signed is None:
+        if loaded.origin is None:
             raise LocalError("This peer does not hold stage 0, so it has no tokenizer; ask one that does.")
-        if origin.objective == "dpo":
-            raise LocalError("A run of preferences has no loss of single texts; export its model and evaluate that.")
-        if not 0.0 < share <= 1.0:
-            raise LocalError("Share must be above 0 and at most 1.")
-        tokenizer = await run_in_thread(lambda: open_run_tokenizer(context, signed.manifest))
-        loaded_task = await run_in_thread(lambda: load_task(task))
-        evaluator = TaskEvaluator(signed.manifest, tokenizer, origin.score, lambda: origin.completed, share)
-        return evaluator, loaded_task, min(loaded.own_steps.values(), default=0)
+        return loaded.origin, min(loaded.own_steps.values(), default=0)
 
     async def weights(self, average: bool = False) -> Answer:
         """Writes the weights of every stage held here as safetensors files; returns {"files": path by stage}.

@@ -30,6 +30,7 @@ from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
 from agora.node.process.balancing import keep_claimed_capacity_current, rebalance_repeatedly
 from agora.node.process.end_of_run import EndOfRun
+from agora.node.process.evaluation import ScheduledEvaluation
 from agora.node.process.machine_watch import MachineWatch, gpu_id_of, observers_of
 from agora.node.process.watchdog import Watchdog
 from agora.node.span.load_span import load_span
@@ -296,6 +297,7 @@ class Daemon:
         local_peer.tasks.start("capacity", keep_claimed_capacity_current(local_peer, lambda: self.loaded))
         self.end_of_run = EndOfRun(local_peer, lambda: self.loaded, self._leave_at_end)
         local_peer.tasks.start("end", self.end_of_run.run())
+        local_peer.tasks.start("evaluation", ScheduledEvaluation(local_peer, lambda: self.loaded).run())
         if self.context.settings.rebalance and self.context.settings.span is None:
             local_peer.tasks.start("rebalance", rebalance_repeatedly(local_peer, self._movable_span, self.move))
         while True:

@@ -23,6 +23,7 @@ from agora_protocol.tickets import InviteTicket
 from agora import SOFTWARE
 from agora.core.calls import Reply
 from agora.core.clock import loop_time
+from agora.data.evaluation_tasks import SCHEDULED
 from agora.net.p2pd.addresses import is_named, is_private
 from agora.net.p2pd.host import Host
 from agora.net.rpc.connection import IncomingCall
@@ -97,6 +98,8 @@ async def _sign_as_founder(context: DaemonContext) -> tuple[SignedManifest, str]
 
 def _check_before_signing(context: DaemonContext, draft: Manifest) -> DataUse | None:
     # Checks what a start would refuse: once signed, the manifest can no longer be edited to suit this machine.
+    if unknown := [task for task in draft.evaluation.tasks if task not in SCHEDULED]:
+        raise ManifestError(f"[evaluation] tasks: there is no task {unknown[0]!r}; name {', '.join(SCHEDULED)}.")
     check_disk_room(context, draft)
     check_stages_fit(draft, context.settings, context.home.root)
     use = check_draft(context, draft)
