@@ -253,18 +253,19 @@ class ScheduledEvaluation:
     async def run(self) -> None:
         """Until cancelled. What fails is reported, and not tried again in the same round."""
         while True:
-            await asyncio.sleep(SCHEDULE_INTERVAL_S)
             loaded = self._held_span()
-            if loaded is not None and loaded.origin is not None and (task := self._next_task(loaded)) is not None:
-                # A move gives the origin up; what it still has open would never come back.
-                work = asyncio.create_task(self._evaluate(loaded, loaded.origin, task), name="evaluation")
-                try:
-                    await wait_for_any(work, self._wait_until_given_up(loaded))
-                    if work.done():
-                        work.result()
-                finally:
-                    work.cancel()
-                    await asyncio.wait([work])
+            if loaded is None or loaded.origin is None or (task := self._next_task(loaded)) is None:
+                await asyncio.sleep(SCHEDULE_INTERVAL_S)
+                continue
+            # A move gives the origin up; what it still has open would never come back.
+            work = asyncio.create_task(self._evaluate(loaded, loaded.origin, task), name="evaluation")
+            try:
+                await wait_for_any(work, self._wait_until_given_up(loaded))
+                if work.done():
+                    work.result()
+            finally:
+                work.cancel()
+                await asyncio.wait([work])
 
     def _next_task(self, loaded: LoadedSpan) -> str | None:
         local_peer, step = self._local_peer, loaded.own_steps.get(0, 0)
@@ -272,7 +273,9 @@ class ScheduledEvaluation:
         known = [each.evaluation for each in local_peer.evaluations.book.known()]
         origins, run = local_peer.replicas_in_view(0), local_peer.signed.run_id
         due = due_tasks(section, step, local_peer.context.me, origins, known, run)
-        return next((task for task in due if self._tried.get(task) != step // section.every), None)
+        left = [task for task in due if self._tried.get(task) != step // section.every]
+        # Where a round is shorter than its evaluations, each task has its turn all the same.
+        return min(left, key=lambda task: self._tried.get(task, -1), default=None)
 
     async def _evaluate(self, loaded: LoadedSpan, origin: Origin, task: str) -> None:
         local_peer, step = self._local_peer, loaded.own_steps.get(0, 0)
