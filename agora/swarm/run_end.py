@@ -49,10 +49,19 @@ class RunEnd:
         self._stage_count = live.core.stage_count
         self._over_at = 0  # the total_steps that every stage was seen to have taken
 
+    @property
+    def total_steps(self) -> int:
+        """After how many steps the run ends for this peer; 0 where its owner goes on."""
+        return 0 if self._goes_on else self._live.total_steps
+
+    def has_ended(self, view: View, own_steps: Mapping[int, int]) -> bool:
+        """Returns whether every stage has taken the run's last step, also where the owner goes on; see has_ended."""
+        return has_ended(view, self._stage_count, self._live.total_steps, own_steps)
+
     def is_over(self, view: View, own_steps: Mapping[int, int]) -> bool:
         """Returns whether every stage was once seen to have ended; always False where the owner goes on."""
         total_steps = self._live.total_steps
-        if not self._goes_on and has_ended(view, self._stage_count, total_steps, own_steps):
+        if not self._goes_on and self.has_ended(view, own_steps):
             # It stays over when a peer leaves, or comes back and has not said yet how many steps it has taken.
             self._over_at = total_steps
         return self._over_at == total_steps

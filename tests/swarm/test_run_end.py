@@ -106,3 +106,5 @@ def test_where_the_owner_goes_on_there_is_no_end() -> None:
     ended = other_stage(END)
     assert not end.is_over(ended, {0: END})
     assert end.stops_at(ended, {0: END}) == 0 and end.of_origin(ended, {0: END}) == ""
+    assert end.total_steps == 0 and RunEnd(live_run(), goes_on=False).total_steps == END
+    assert end.has_ended(ended, {0: END}), "the result is exported all the same"

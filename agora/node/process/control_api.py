@@ -85,7 +85,7 @@ class ControlApi:
         Three things in it are not told to other machines: the field `result` (the folder of the result once the run has
         ended), the field `machine`, and what uses the machine in the reason of a pause.
         """
-        daemon, end = self._daemon, self._daemon.end_of_run
+        daemon, end = self._daemon, self._daemon.completion
         report = daemon.sample_node_report()
         if reason := daemon.pausing.full_reason:
             report = replace(report, health=replace(report.health, why=f"this peer is {reason}"))

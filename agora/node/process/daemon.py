@@ -29,9 +29,9 @@ from agora.node.limits.pausing import Pausing
 from agora.node.peer.local_peer import LocalPeer
 from agora.node.process import joining
 from agora.node.process.balancing import keep_claimed_capacity_current, rebalance_repeatedly
-from agora.node.process.end_of_run import EndOfRun
 from agora.node.process.evaluation import ScheduledEvaluation
 from agora.node.process.machine_watch import MachineWatch, gpu_id_of, observers_of
+from agora.node.process.run_completion import RunCompletion
 from agora.node.process.watchdog import Watchdog
 from agora.node.span.load_span import load_span
 from agora.node.span.loaded_span import LoadedSpan
@@ -78,7 +78,7 @@ class Daemon:
     signed: the manifest; None until it is known.
     leave_reason: that of `leave`.
     run_is_over: whether it leaves because the run has taken its steps.
-    end_of_run: does what follows then; None until the first span is served.
+    completion: does what follows then; None until the first span is served.
     """
 
     def __init__(self, context: DaemonContext, on_leave: Callable[[], None] = lambda: None) -> None:
@@ -106,7 +106,7 @@ class Daemon:
         self._rate = WindowedRate()
         self._move: _MoveRequest | None = None
         self._move_wanted = asyncio.Event()
-        self.end_of_run: EndOfRun | None = None
+        self.completion: RunCompletion | None = None
         self._tasks = BackgroundTasks(self.fail_since_task_ended)
         self._past_traffic = NO_TRAFFIC
         self._peer_closing = AsyncExitStack()
@@ -243,14 +243,12 @@ class Daemon:
         if self.loaded is None:
             phase = self.context.phases.current or "serve"
             return Health(health.DEGRADED, f"this daemon is {self.describe_state()}: {phase}", "wait until it serves")
-        ends = self.context.settings.at_end != "go-on"
-        total_steps = self.local_peer.live.total_steps if self.local_peer is not None and ends else 0
         return health.assess_health(
             view,
             stage_count,
             now_unix,
             since_unix=self._since_unix,
-            total_steps=total_steps,
+            total_steps=self.loaded.run_end.total_steps,
             own_steps=self.loaded.own_steps,
         )
 
@@ -295,8 +293,8 @@ class Daemon:
         )
         self._print_invite()
         local_peer.tasks.start("capacity", keep_claimed_capacity_current(local_peer, lambda: self.loaded))
-        self.end_of_run = EndOfRun(local_peer, lambda: self.loaded, self._leave_at_end)
-        local_peer.tasks.start("end", self.end_of_run.run())
+        self.completion = RunCompletion(local_peer, lambda: self.loaded, self._leave_at_end)
+        local_peer.tasks.start("end", self.completion.run())
         local_peer.tasks.start("evaluation", ScheduledEvaluation(local_peer, lambda: self.loaded).run())
         if self.context.settings.rebalance and self.context.settings.span is None:
             local_peer.tasks.start("rebalance", rebalance_repeatedly(local_peer, self._movable_span, self.move))

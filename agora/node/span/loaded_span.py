@@ -43,8 +43,8 @@ class LoadedSpan:
     """The stages that this daemon holds, with all that works on them: hop, origin, replicas, keeper, collector.
 
     load_span makes it, starts its `tasks`, and closes them when the stages are given up. loaded_at: when it was made,
-    on the loop's clock. origin: sends this peer's microbatches, None without stage 0. epoch_gossip: None unless the run
-    trains on samples and stage 0 is held.
+    on the loop's clock. run_end: whether the run is over. origin: sends this peer's microbatches, None without stage 0.
+    epoch_gossip: None unless the run trains on samples and stage 0 is held.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LoadedSpan:
         self._local_peer = local_peer
         self.worker = worker
         self.keeper = keeper
-        self._run_end = RunEnd(local_peer.live, goes_on=context.settings.at_end == "go-on")
+        self.run_end = RunEnd(local_peer.live, goes_on=context.settings.at_end == "go-on")
         self.replicas = SpanReplicas(
             signed,
             context.identity,
@@ -68,7 +68,7 @@ class LoadedSpan:
                 uplink_bytes_per_s=local_peer.uplink_bytes_per_s,
                 steps_of_run=local_peer.steps_of_run,
                 networks=local_peer.networks,
-                stops_at=lambda: self._run_end.stops_at(local_peer.view, self.own_steps),
+                stops_at=lambda: self.run_end.stops_at(local_peer.view, self.own_steps),
             ),
             fetch_state=keeper.fetch,
             report=context.report_event,
@@ -172,7 +172,7 @@ class LoadedSpan:
             self.worker,
             self.hop,
             self.replicas.stages[0],
-            end_of_run=lambda: self._run_end.of_origin(self._local_peer.view, self.own_steps),
+            end_of_run=lambda: self.run_end.of_origin(self._local_peer.view, self.own_steps),
             measured_tokens=lambda: self.origin.microbatch_tokens.value if self.origin else None,
         )
         return Origin(

@@ -1,4 +1,4 @@
-"""Claims about the end of a run: who exports the result, when a daemon may leave, and what its owner is told."""
+"""Claims about what follows once a run is over: who exports it, when a daemon may leave, what its owner is told."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ import pytest
 from agora_protocol.ids import PeerId, Span
 
 from agora.cli.status_command import check_status, lines_of
-from agora.node.process import end_of_run
-from agora.node.process.end_of_run import FETCH_IDLE_TIMEOUT_S, LEAVE_DELAY_S, MAX_SERVE_S, choose_exporter, may_leave
+from agora.node.process import run_completion
+from agora.node.process.run_completion import (
+    FETCH_IDLE_TIMEOUT_S,
+    LEAVE_DELAY_S,
+    MAX_SERVE_S,
+    choose_exporter,
+    may_leave,
+)
 from agora.swarm.view import PeerView, View
 
 PYTHON = sys.executable
@@ -104,7 +110,7 @@ async def attempt(folder: Path, text: str) -> str:
     program.write_text(f"#!{PYTHON}\nimport os, sys, time\n{text}\n")
     program.chmod(0o700)
     sys.executable = str(program)
-    return await end_of_run._try_export("ab" * 32, folder, folder / "result", {"A": "b"})
+    return await run_completion._try_export("ab" * 32, folder, folder / "result", {"A": "b"})
 
 
 async def cancelled(folder: Path) -> None:
@@ -132,4 +138,4 @@ def test_a_failed_export_says_the_last_line_and_a_cancelled_one_ends_its_process
         assert asyncio.run(attempt(tmp_path, text)) == why
     asyncio.run(cancelled(tmp_path))
     sys.executable = str(tmp_path / "nowhere")
-    assert "no process could be started" in asyncio.run(end_of_run._try_export("", tmp_path, tmp_path, {}))
+    assert "no process could be started" in asyncio.run(run_completion._try_export("", tmp_path, tmp_path, {}))

@@ -1,4 +1,4 @@
-"""Handles the end of a run, after its last step: reports it, exports the result, then serves, leaves or goes on."""
+"""What a daemon does once its run is over: reports it, exports the result, then serves, leaves or goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from agora.node.settings import Settings
 from agora.node.span.loaded_span import LoadedSpan
 from agora.observe import events
 from agora.state.files import EXPORT_INDEX
-from agora.swarm.run_end import has_ended
 from agora.swarm.view import View
 
 # Seconds between two looks whether the run has ended, and whether others still need its state.
@@ -74,8 +73,8 @@ def may_leave(since_end_s: float, since_last_fetch_s: float | None, *, is_needed
     return not is_needed or since_end_s >= MAX_SERVE_S
 
 
-class EndOfRun:
-    """Watches for the run's end, and does what the owner has chosen for it.
+class RunCompletion:
+    """Waits until the run is over, and does what the owner has chosen for that.
 
     result: where the export lies, or why there is none.
     """
@@ -109,8 +108,7 @@ class EndOfRun:
         local_peer, loaded = self._local_peer, self._held_span()
         if loaded is None:
             return False
-        count, total_steps = local_peer.manifest.stage_count, local_peer.live.total_steps
-        return has_ended(local_peer.view, count, total_steps, loaded.own_steps)
+        return loaded.run_end.has_ended(local_peer.view, loaded.own_steps)
 
     async def _do_what_follows(self, total_steps: int) -> None:
         local_peer, settings = self._local_peer, self._local_peer.context.settings
