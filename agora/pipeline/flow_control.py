@@ -211,7 +211,7 @@ class StepAllotment:
 
 @dataclass(frozen=True, slots=True)
 class SendDecision:
-    """The decision of next_send and its reason in words. allotment: the origin's after the decision."""
+    """The decision of next_send and its reason in words. allotment: what the origin has left after it."""
 
     action: Literal["open", "wait", "stop"]
     reason: str

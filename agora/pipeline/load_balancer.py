@@ -101,7 +101,7 @@ class PeerStats:
     def queue_now(self, now: float) -> float:
         """Expected microbatches ahead of a new one at the peer's device; not rounded.
 
-        At least those open calls of this caller count that have lasted longer than a call that need not wait.
+        It is at least the number of this caller's open calls there that have lasted longer than a call without a wait.
         """
         # The reported queue drains at a quarter of the peer's speed: other callers keep filling it between our calls.
         waiting = self.queue - 0.25 * (now - self.queue_at) / max(self.device_s, 1e-6) if self.queue else 0.0

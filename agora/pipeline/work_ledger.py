@@ -256,9 +256,9 @@ class WorkLedger:
     async def drain(self, within_s: float, reason: str, ending_s: float = MAX_ENDING_TIMEOUT_S) -> bool:
         """Stops accepting work, waits at most `within_s` seconds for running work, and cancels what still runs then.
 
-        Whoever waits for cancelled work gets PeerFailed, but the answer if the device was counting the gradient at that
-        time and ends it within `ending_s`. Returns whether all work ended by itself. reason: completes "this peer is
-        ..." in the Busy of new requests.
+        Whoever waits for cancelled work gets PeerFailed. Where the device was counting the gradient at that time, and
+        ends that within `ending_s`, they get the answer. Returns whether all work ended by itself. reason: completes
+        "this peer is ..." in the Busy of new requests.
         """
         self.stop_accepting(reason)
         if self._works:
