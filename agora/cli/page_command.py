@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from agora_protocol.limits import MAX_ADDRESSES
 
 from agora.cli import console, status_command
 from agora.core.tasks import run_in_thread
-from agora.node import daemon_registry, paths, runs
+from agora.node import daemon_registry, paths, run_files, runs
 from agora.node.control import control_client
 from agora.page.feed import LOOK_INTERVAL_S, Feed, Invitation
 from agora.page.model_text import write_run_text
@@ -118,9 +119,9 @@ class SwarmSource:
         if entry is not None and not reference.run:
             reference = replace(reference, run=entry.run)
         if reference.signed is not None:
-            return reference.signed.manifest
+            return run_files.manifest_on_disk([self._home], reference.signed, time.time())
         for home in (self._home, *([paths.Home(Path(entry.root))] if entry is not None else ())):
             if reference.run and (file := home.manifest(reference.run)).is_file():
                 signed = runs.from_file(file, home).signed
-                return signed.manifest if signed is not None else None
+                return run_files.manifest_on_disk([home], signed, time.time()) if signed is not None else None
         return None

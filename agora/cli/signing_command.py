@@ -67,17 +67,17 @@ def print_invite(run: str, request: InviteRequest, directory: Path | None, *, as
     signed = found.signed
     ticket = None
     revoke_by = request.peer
-    mode = signed.manifest.admission.mode
+    amended = run_files.manifest_on_disk(found.homes, signed, time.time())
+    mode = amended.admission.mode
     until_unix = int(time.time() + request.days * DAY_S)
     if mode == TICKET or request.role == DELEGATE:
         ticket, revoke_by = _make_ticket(signed, find_signer(found), request, until_unix)
     elif request.role != MEMBER:
         raise Failure(f"the run has mode {mode}, in which tickets of readers do not count; see docs/use/admission.md")
-    elif (
-        mode == LISTED and request.peer is not None and not signed.manifest.admits_without_ticket(PeerId(request.peer))
-    ):
+    elif mode == LISTED and request.peer is not None and not amended.admits_without_ticket(PeerId(request.peer)):
         raise Failure(
-            f"the run has mode listed, and its manifest does not list {request.peer}; see docs/use/admission.md"
+            f"the run has mode listed, and does not list {request.peer}; list it by `swarm amend`, see "
+            "docs/use/admission.md"
         )
     invite = Invite(signed.run_id, _find_addresses(run, found), signed.manifest.name, str(ticket or ""))
     if as_json:

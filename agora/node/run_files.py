@@ -30,7 +30,7 @@ from agora_protocol.limits import (
 from agora.node import paths
 
 if TYPE_CHECKING:
-    from agora_protocol.manifest import SignedManifest
+    from agora_protocol.manifest import Manifest, SignedManifest
 
     from agora.swarm.amendments import AmendmentBook, IsBanned
 
@@ -164,6 +164,16 @@ def amendments_on_disk(
             book.add(sealed, now_unix)
     book.choose()
     return book
+
+
+def manifest_on_disk(homes: Iterable[paths.Home], signed: SignedManifest, now_unix: float) -> Manifest:
+    """Returns the manifest as the last amendment has it that some data directories know: what the run comes to.
+
+    For those who do not know the run's step. Raises DiskError.
+    """
+    from agora.core.live_manifest import LiveManifest
+
+    return LiveManifest(signed.manifest, amendments_on_disk(homes, signed, now_unix).chain).last
 
 
 def write_amendments(home: paths.Home, run: str, sealed: Iterable[bytes]) -> None:

@@ -217,6 +217,17 @@ class TaskEvaluated(Event, level="info", template="task {task}: {metric} {value:
     seconds: float
 
 
+class AdmissionChanged(
+    Event, level="info", template="admission is {mode} from now on ({listed} listed); this machine: {is_admitted}"
+):
+    """Event: an amendment of who takes part came into force here. is_admitted: whether this machine still does."""
+
+    mode: str
+    listed: int
+    public_status: bool
+    is_admitted: bool
+
+
 class EvaluationTaken(
     Event, level="info", template="task {task}: {metric} {value:.4f} over {items} items at step {step}, by {peer}"
 ):

@@ -45,7 +45,7 @@ class AdmissionPolicy:
 
     @classmethod
     def of(cls, manifest: Manifest) -> AdmissionPolicy:
-        """The founder is "" before the manifest is signed."""
+        """manifest: as it is amended at the run's step. The founder is "" before the manifest is signed."""
         section = manifest.admission
         return cls(PeerId(manifest.founder), section.mode, frozenset(section.peers), section.public_status)
 
@@ -133,7 +133,7 @@ def _admit_everyone(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) 
 
 def _admit_listed(peer: PeerId, policy: AdmissionPolicy, shown: ProofVerdict) -> ProofVerdict:
     if peer in policy.listed:
-        return Admission(MEMBER, math.inf, "the manifest lists it")
+        return Admission(MEMBER, math.inf, "the run lists it")
     return NoAdmission(f"the run admits only listed peers, and {peer} is not one of them; ask its founder")
 
 
@@ -216,7 +216,8 @@ def judge_revocation(revocation: Revocation, proof: Sequence[Ticket], now_unix: 
 class AdmissionBook:
     """What decides whom this peer admits to one run: revocations, own bans and the proofs of others, in memory only.
 
-    banned_here: peers that the owner of this machine has banned; may be changed at any time.
+    policy: may be replaced at any time, as an amendment of it comes into force. banned_here: peers that the owner of
+    this machine has banned; may be changed at any time.
     """
 
     def __init__(self, run: RunId, policy: AdmissionPolicy, banned_here: Iterable[PeerId] = ()) -> None:
@@ -306,6 +307,9 @@ class AdmissionBook:
         self._signed_revocations[key] = signed
         self._revocations = self._revocations.with_new(*key)
         return revocation
+
+    def is_banned(self, peer: PeerId) -> bool:
+        return peer in self.banned_here or self._revocations.is_banned(peer)
 
     def has_founder_banned(self, peer: PeerId) -> bool:
         return self._revocations.is_banned(peer, by_founder=True)

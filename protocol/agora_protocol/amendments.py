@@ -50,9 +50,14 @@ AMENDABLE: Final = (
     "evaluation.every",
     "evaluation.items",
     "evaluation.share",
+    "admission.mode",
+    "admission.peers",
+    "admission.public_status",
     "admission.oldest_version",
     "admission.oldest_version_from",
 )
+# Of these, what a delegate may not change: who holds a delegate's key could shut everybody else out.
+FOUNDER_ONLY: Final = frozenset({"admission.mode", "admission.peers", "admission.public_status"})
 # Why the rest cannot be amended, by key or section. A key goes before its section.
 CORE: Final[Mapping[str, str]] = {
     "name": "the run's id follows from it",
@@ -70,7 +75,6 @@ CORE: Final[Mapping[str, str]] = {
     "averaging.every": "the rounds of fragments are numbered by it, also in states and checkpoints",
     "data": "what is trained on and what is held out is drawn from all of it",
     "objective": "losses, marks and references of microbatches on their way are those of one objective",
-    "admission": "it decides who is in the run before amendments are known",
 }
 
 
@@ -188,6 +192,8 @@ def check_follows(amendment: Amendment, core: Manifest, before: Sequence[Amendme
             f"It changes {unknown[0][:60]!r}, which this version of agora does not know; if a newer one has signed it, "
             "run pip install --upgrade agora-swarm."
         )
+    if (own := sorted(FOUNDER_ONLY & amendment.values.keys())) and amendment.issuer != core.founder:
+        raise AmendmentError(f"{own[0]} is changed by the founder alone, who is {core.founder}, and not by a delegate.")
     earliest = amendment.signed_step + NOTICE
     if amendment.from_step < earliest and not _has_ended(core, before, amendment):
         raise AmendmentError(

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from agora_protocol.amendments import Amendment, seal_amendment
 from agora_protocol.directory_shards import DirectoryShard
 from agora_protocol.errors import NotAdmitted
 from agora_protocol.frames import FrameType, encode_frame
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId, RunId, Span
-from agora_protocol.manifest import SignedManifest, preset
+from agora_protocol.manifest import Manifest, SignedManifest, preset
 from agora_protocol.messages import (
     KINDS,
     GetAddresses,
@@ -29,7 +30,7 @@ from agora_protocol.messages import (
     ShareRevocations,
     TookRevocations,
 )
-from agora_protocol.packing import pack
+from agora_protocol.packing import pack, pack_canonical
 from agora_protocol.records import Claim, record_key, seal_record
 from agora_protocol.tickets import READER, Revocation, Ticket, make_proof, seal_revocation, seal_ticket
 from hivemind.dht.routing import DHTID
@@ -45,8 +46,9 @@ from agora.net.rpc.gate import Gate
 from agora.net.rpc.network import Network
 from agora.node import run_files
 from agora.node.paths import Home
-from agora.node.peer.run_admission import Bans, RunAdmission
+from agora.node.peer.run_admission import Bans, RunAdmission, load_admission_book
 from agora.node.process import joining
+from agora.observe import events
 from tests.net.helpers import Peer, after, echo, introduce, make_host, open_directory, run, until
 from tests.net.test_hostile import raw_stream
 from tests.protocol.conftest import PROTOCOL
@@ -388,6 +390,53 @@ def test_in_mode_listed_only_the_listed_are_called_and_strangers_read_if_the_man
                 assert [(await raw.next())[0].type for _ in range(2)] == [FrameType.HELLO, FrameType.ANSWER]
 
     run(main)
+
+
+def test_when_admission_is_amended_who_is_out_loses_its_connections_and_records_and_comes_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        manifest = signed("open")
+        async with swarm(tmp_path, manifest, [b"", b"", b""]) as (first, second, out):
+            before, amended = manifest.manifest, signed("listed", peers=[first.id, second.id]).manifest
+            for member in (second, out):
+                await member.network.call(first.id, GetStatus(), deadline=after(5))
+                await member.directory.bootstrap(first.addresses)
+                assert await member.publish()
+            assert await first.claimants() == {second.id, out.id}
+            await until(lambda: {second.id, out.id} <= set(first.network.members()))
+
+            def follow(member: Member, manifest: Manifest) -> events.AdmissionChanged | None:
+                changed = member.admission.follow(manifest, member.id)
+                if changed is not None:
+                    member.bans.enforce()
+                return changed
+
+            assert follow(first, before) is None, "nothing has changed"
+            assert follow(first, amended) == events.AdmissionChanged("listed", 2, False, True)
+            assert follow(out, amended) == events.AdmissionChanged("listed", 2, False, False)
+            follow(second, amended)
+            await until(lambda: set(first.network.members()) == {second.id})
+            assert await first.claimants() == {second.id}
+            assert not first.admission.may_call(out.id) and not first.admission.gate.is_admitted_member(out.id)
+            assert await hears(out, first, hello_frame(out.admission.gate, first.id)) == [
+                (FrameType.GOODBYE, "not-admitted")
+            ]
+            for member in (first, second, out):
+                assert follow(member, before) == events.AdmissionChanged("open", 0, False, True)
+            await out.network.call(first.id, GetStatus(), deadline=after(10))
+
+    run(main)
+
+
+def test_a_machine_judges_itself_by_the_amendments_that_it_knows(tmp_path: Path) -> None:
+    manifest, home, me = signed("open"), Home(tmp_path), Identity(bytes([7]) * 32)
+    values = {"admission.mode": "listed", "admission.peers": [FOUNDER.peer]}
+    amendment = Amendment(
+        FOUNDER.peer, 1, bytes.fromhex(manifest.run_id), 10, 100, int(time.time()), pack_canonical(values), b""
+    )
+    assert load_admission_book(home, manifest, time.time()).is_member(me.peer, time.time())
+    run_files.write_amendments(home, manifest.run_id, [seal_amendment(amendment, manifest.run_id, FOUNDER)])
+    book = load_admission_book(home, manifest, time.time())
+    assert not book.is_member(me.peer, time.time()) and book.is_member(FOUNDER.peer, time.time())
 
 
 def test_a_daemon_that_starts_does_not_dial_whom_it_remembers_as_banned(tmp_path: Path) -> None:

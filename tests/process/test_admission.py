@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agora_protocol.addresses import peer_of_address
 
-from agora.cli import signing_command
+from agora.cli import amend_command, signing_command
 from agora.cli.signing_command import InviteRequest
 from agora.node import run_files
 from agora.node.paths import Home
@@ -69,6 +69,49 @@ def test_only_who_has_a_ticket_trains_until_it_is_banned(tmp_path: Path, capsys:
         made.until(lambda: again.is_serving or not again.is_alive, "the guest to have tried again")
         assert {peer["peer"] for peer in founder.ask("status")["peers"]} == {founder.peer}
         assert before == {event["microbatch"] for event in again.events("MicrobatchCounted")}
+
+
+def last_step(daemon: Daemon) -> int:
+    return int(daemon.ask("amendments")["step"])
+
+
+def admit(made: Swarm, *peers: str) -> int:
+    """Amends the run to admit these peers alone, and returns the step."""
+    step = last_step(made.daemons["founder"]) + 80
+    sets = ["admission.mode=listed", f"admission.peers={json.dumps(peers)}"]
+    assert amend_command.amend(str(made.file), step, sets, made.directory / "founder", as_json=True) == 0
+    return step
+
+
+@pytest.mark.timeout(600)
+def test_the_founder_amends_who_takes_part_and_lets_a_machine_in_again(tmp_path: Path) -> None:
+    optimizer = {"target_tokens": 512, "total_steps": 10**6}
+    with swarm(tmp_path, tiny(2, optimizer=optimizer)) as made:
+        founder, mate, guest = (
+            made.start(name, span) for name, span in (("founder", "0"), ("mate", "1"), ("guest", "1"))
+        )
+        made.serving()
+        everyone = {founder.peer, mate.peer, guest.peer}
+        made.until(lambda: all(peers_seen(daemon) == everyone for daemon in (founder, mate, guest)), "all to see all")
+        step = admit(made, mate.peer)
+        made.until(lambda: peers_seen(founder) == {founder.peer, mate.peer} == peers_seen(mate), "the guest to be out")
+        assert last_step(founder) >= step - 1
+        (told,) = made.until(lambda: guest.events("AdmissionChanged"), "the guest to know")
+        assert told["mode"] == "listed" and not told["is_admitted"] and guest.is_alive
+        assert any("this machine does not any more" in event["text"] for event in guest.events("OwnerTold"))
+        goal = made.completed(founder) + ENOUGH
+        made.until(lambda: made.completed(founder) >= goal, "the run to go on")
+        guest.kill()
+        for name in ("guest", "late"):
+            refused = made.start(name, "1", run=made.invite)
+            refused.end_is_intended = True
+            made.until(lambda refused=refused: not refused.is_alive, f"{name} to give up")
+            assert refused.process.poll() == 1 and "is not one of them" in refused.last_words(), refused.log()
+        step = admit(made, mate.peer, guest.peer)
+        made.until(lambda: last_step(founder) > step, "the second amendment")
+        again = made.start("guest", "1", run=made.invite)
+        made.serving("guest")
+        made.until(lambda: peers_seen(founder) == everyone == peers_seen(again), "the guest to be back")
 
 
 @pytest.mark.slow

@@ -101,6 +101,39 @@ def test_the_oldest_version_is_amended_like_any_other_value() -> None:
     assert live.core.admission.oldest_version == "" and live.core.run_id == RUN
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"admission.mode": "listed", "admission.peers": [MEMBER.peer]},
+        {"admission.mode": "ticket"},
+        {"admission.public_status": True},
+    ],
+)
+def test_who_takes_part_is_amended_by_the_founder_alone(values: dict[str, Any]) -> None:
+    changes = pack_canonical(values)
+    with pytest.raises(AmendmentError, match="by the founder alone"):
+        book_of([]).add(made(DELEGATE, changes=changes).sealed, NOW)
+    live = LiveManifest(SIGNED.manifest, book_of([made(changes=changes)]).chain)
+    assert live.at(99).admission == SIGNED.manifest.admission
+    for key, value in values.items():
+        amended = getattr(live.at(100).admission, key.removeprefix("admission."))
+        assert amended == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"admission.mode": "listed"},  # nobody but the founder
+        {"admission.peers": [MEMBER.peer]},  # without effect in mode open
+        {"admission.mode": "listed", "admission.peers": ["me"]},
+        {"admission.mode": "closed"},
+    ],
+)
+def test_an_admission_that_does_not_fit_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(AmendmentError, match="do not fit the run"):
+        book_of([]).add(made(changes=pack_canonical(values)).sealed, NOW)
+
+
 def test_an_amendment_of_another_run_or_with_a_false_signature_is_malformed() -> None:
     other = SignedManifest.sign(Manifest(name="other"), FOUNDER).run_id
     foreign = seal_amendment(made().amendment, other, FOUNDER)

@@ -338,8 +338,9 @@ def _read_unit_state() -> str:
 
 
 def _find_admission_problem(signed: SignedManifest, ticket: str, home: paths.Home, me: PeerId) -> str:
-    run, policy = signed.run_id, AdmissionPolicy.of(signed.manifest)
+    run = signed.run_id
     try:
+        policy = AdmissionPolicy.of(run_files.manifest_on_disk([home], signed, time.time()))
         proof = InviteTicket.parse(ticket).proof_for(me, run) if ticket else run_files.read_proof(home, run)
         is_member = AdmissionBook(run, policy).judge(me, proof, time.time()).is_member
     except AgoraError as error:

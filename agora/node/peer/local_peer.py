@@ -73,6 +73,11 @@ KEPT_ADDRESSES: Final = 16  # addresses that are written
 REDIAL_INTERVAL_S = 5.0  # seconds between two checks of which peers are missing from the view
 REDIAL_TIMEOUT_S = 4.0  # seconds that one attempt to redial missing peers may take
 HELLO_TIMEOUT_S = 2.0  # seconds that a read of the directory waits for HELLO to be exchanged with unknown peers
+ADMISSION_INTERVAL_S: Final = 1.0  # seconds between two looks whether an amendment of admission has come into force
+NOT_ADMITTED_NOW: Final = (
+    "the founder has amended who takes part in this run, and this machine does not any more: the others end their "
+    "connections with it; stop it with `agora-node leave`, or ask the founder for an invite and join again"
+)
 CONNECTIONS_INTERVAL_S: Final = 1.0  # seconds between two checks of which peers are connected
 CHECK_DIAL_TIMEOUT_S: Final = 4.0  # seconds after which a dial counts as failed
 
@@ -291,6 +296,7 @@ class LocalPeer:
         self.tasks.start("amendments", self.amendments.keep_asking())
         self.tasks.start("membership", self.membership.run())
         self.tasks.start("bans", self.bans.exchange_lists(self.directory))
+        self.tasks.start("admission", self._follow_admission())
         self.tasks.start("evaluations", self.evaluations.exchange_lists(self.directory))
         self.tasks.start("redial", self._redial_missing_peers())
         members = self.membership
@@ -355,6 +361,23 @@ class LocalPeer:
         span = self._sample_node_report().span
         own = [progress.step for progress in span.stages] if span is not None else []
         return max([0, *own, *(statistics.median_high(steps) for steps in self.steps_of_run() if steps)])
+
+    def _present_manifest(self) -> Manifest:
+        # While no step of the run is known, the run may be past every amendment.
+        amended = self.live.of_all_steps
+        if all(manifest.admission == amended[0].admission for manifest in amended):
+            return amended[0]  # sampling the step costs something
+        step = self.usual_step()
+        return self.live.at(step) if step else self.live.last
+
+    async def _follow_admission(self) -> None:
+        while True:
+            if (changed := self.admission.follow(self._present_manifest(), self.context.me)) is not None:
+                self._report(changed)
+                if not changed.is_admitted:
+                    self._report(events.OwnerTold(NOT_ADMITTED_NOW))
+                self.bans.enforce()
+            await asyncio.sleep(ADMISSION_INTERVAL_S)
 
     def uplink_bytes_per_s(self) -> float | None:
         """Returns the measured rate of this peer's uplink in bytes per second; None until bytes had to wait for it."""

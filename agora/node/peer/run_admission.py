@@ -17,7 +17,7 @@ from agora_protocol.directory_shards import DirectoryShard
 from agora_protocol.errors import AgoraError, DiskError, NotAdmitted, ProtocolError
 from agora_protocol.ids import PeerId, RunId, Span
 from agora_protocol.limits import MAX_SHARED_REVOCATIONS
-from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest import Manifest, SignedManifest
 from agora_protocol.manifest_sections import AdmissionSection
 from agora_protocol.messages import ShareRevocations, TookRevocations
 from agora_protocol.records import BanList, Claim, Record
@@ -41,12 +41,13 @@ BAN_SHARD = DirectoryShard(0)  # the shard of the DHT in which ban lists are pub
 
 
 def load_admission_book(home: Home, signed: SignedManifest, now_unix: float) -> AdmissionBook:
-    """Returns the admission book of a run: the manifest's policy, and the bans and revocations on this disk.
+    """Returns the admission book of a run: policy, as the last amendment on this disk has it, bans and revocations.
 
     Leaves out revocations that are invalid by now. Raises DiskError when a file cannot be read.
     """
     banned = run_files.read_banned(home)
-    book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest), banned)
+    policy = AdmissionPolicy.of(run_files.manifest_on_disk([home], signed, now_unix))
+    book = AdmissionBook(signed.run_id, policy, banned)
     for sealed in run_files.read_revocations(home, signed.run_id):
         with contextlib.suppress(AgoraError):  # one that does not count any more is as good as none
             book.add_revocation(sealed, now_unix)
@@ -97,6 +98,18 @@ class RunAdmission:
                 software, rules() if rules is not None else signed.manifest.admission, self._unix()
             ),
         )
+
+    def follow(self, manifest: Manifest, me: PeerId) -> events.AdmissionChanged | None:
+        """Admits by another manifest from now on, as it was amended; returns what that changes, None if nothing.
+
+        Connections to those that are not admitted any more are ended by Bans.enforce.
+        """
+        policy = AdmissionPolicy.of(manifest)
+        if policy == self.book.policy:
+            return None
+        self.book.policy = policy
+        is_admitted = self.book.admits_signer(me, self.proof, self._unix())
+        return events.AdmissionChanged(policy.mode, len(policy.listed), policy.public_status, is_admitted)
 
     def is_member(self, peer: PeerId) -> bool:
         """Returns whether `peer` is a member now, by the last proof that it has shown; in an open run it needs none."""

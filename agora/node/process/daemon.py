@@ -322,7 +322,7 @@ class Daemon:
         if host.rate_limiter is not None:
             watching.start("rate limiter", host.rate_limiter.wait())
         if self.signed is None and (context.reference.signed is not None or not context.reference.run):
-            self.signed = await joining.read_manifest(context)
+            self.signed = await joining.read_manifest(context, host)
         others = await joining.connect_to_run(context, host, self.signed)
         if self.signed is None:
             self.signed = await joining.fetch_manifest(context, host, others)

@@ -12,12 +12,20 @@ from functools import partial
 from pathlib import Path
 
 from agora_protocol.addresses import peer_of_address
-from agora_protocol.errors import AgoraError, DiskError, LocalError, ManifestError, NotAdmitted
+from agora_protocol.errors import (
+    AgoraError,
+    AmendmentError,
+    DiskError,
+    LocalError,
+    ManifestError,
+    NotAdmitted,
+    ProtocolError,
+)
 from agora_protocol.ids import PeerId, RunId
 from agora_protocol.invite import Invite
 from agora_protocol.limits import MAX_ADDRESSES
 from agora_protocol.manifest import Manifest, SignedManifest
-from agora_protocol.messages import GetManifest, ManifestAnswer
+from agora_protocol.messages import GetAmendments, GetManifest, KnownAmendments, ManifestAnswer
 from agora_protocol.tickets import InviteTicket
 
 from agora import SOFTWARE
@@ -34,13 +42,14 @@ from agora.node.control import control_client
 from agora.node.daemon_context import DaemonContext, next_incarnation
 from agora.node.limits.disk import MIN_FREE_BYTES, DiskGuard, check_disk
 from agora.node.peer.run_admission import load_admission_book
+from agora.node.peer.run_amendments import FETCH_TIMEOUT_S, MAX_ASKED
 from agora.node.process.last_ports import is_free, read_ports, with_last_ports, write_ports
 from agora.node.process.signing import sign_draft
 from agora.node.process.unreachable import explain_nobody_left, explain_unreachable
 from agora.node.span.load_span import check_stages_fit
 from agora.node.span.training_data import DataUse, check_draft, explain_unused, remember_files
 from agora.observe import events
-from agora.swarm.admission import AdmissionBook, AdmissionPolicy
+from agora.swarm.admission import LISTED, AdmissionBook, AdmissionPolicy
 from agora.swarm.view import View
 
 MANIFEST_TIMEOUT_S = 15.0  # seconds within which each peer that is asked must answer with the manifest
@@ -55,11 +64,13 @@ class RunUnreachable(LocalError):
     exit_code = 4
 
 
-async def read_manifest(context: DaemonContext) -> SignedManifest:
+async def read_manifest(context: DaemonContext, host: Host | None = None) -> SignedManifest:
     """Returns the signed manifest of a file or of a joined run, after storing it and registering this daemon under it.
 
     For an unsigned file, returns the manifest that a running daemon here has signed from it; without such a daemon,
     this peer signs the file as founder, unless another process does so at this moment.
+
+    host: to ask the known peers for amendments where this machine is not admitted by those on its disk.
 
     Raises NotAdmitted if the run does not admit this peer as a member, ManifestError or DiskError for the file, and
     DiskError if the data directory cannot be written. Before it signs, it raises what check_stages_fit and check_draft
@@ -69,11 +80,26 @@ async def read_manifest(context: DaemonContext) -> SignedManifest:
     with context.phases.enter("manifest") as note:
         signed, text = (reference.signed, "signed") if reference.signed is not None else _find_founded(context)
         if signed is not None:
-            _accept_and_register(context, signed)
+            try:
+                _accept_and_register(context, signed)
+            except NotAdmitted:
+                if host is None or not await _ask_what_is_amended(context, host, signed):
+                    raise
+                _accept_and_register(context, signed)
         else:
             signed, text = await _sign_as_founder(context)
         note.text = f"{text}, run {signed.run_id[:12]} ({signed.manifest.name})"
     return signed
+
+
+async def _ask_what_is_amended(context: DaemonContext, host: Host, signed: SignedManifest) -> bool:
+    # The founder may have let it in again meanwhile.
+    known = leave_out_banned(context, signed, context.reference.addresses)
+    if known:
+        with contextlib.suppress(AgoraError):
+            await host.connect(known)
+        await learn_amendments(context, host, signed, known)
+    return bool(known)
 
 
 def _find_founded(context: DaemonContext) -> tuple[SignedManifest | None, str]:
@@ -125,9 +151,37 @@ async def fetch_manifest(context: DaemonContext, host: Host, addresses: Sequence
     with context.phases.enter("manifest") as note:
         gate = Gate(context.me, run, SOFTWARE, proof=own_proof(context, run))
         signed = await _ask_peers_in_turn(Network(host, gate, _refuse_while_joining), run, addresses)
+        await learn_amendments(context, host, signed, addresses)
         _accept_and_register(context, signed)
         note.text = f"fetched, hash and signature checked, run {run[:12]} ({signed.manifest.name})"
     return signed
+
+
+async def learn_amendments(
+    context: DaemonContext, host: Host, signed: SignedManifest, addresses: Sequence[str]
+) -> None:
+    """Asks peers at `addresses` for the run's amendments, and writes those that are valid to the disk.
+
+    Whoever these peers are: they may be members by amendments that are not known here yet, and what they tell is
+    signed. Ignores those that do not answer. Raises DiskError.
+    """
+    known = run_files.amendments_on_disk([context.home], signed, time.time())
+    before = known.digest()
+    gate = Gate(context.me, signed.run_id, SOFTWARE, proof=own_proof(context, signed.run_id))
+    network = Network(host, gate, _refuse_while_joining)
+    try:
+        for peer in [*dict.fromkeys(peer_of_address(address) for address in addresses)][:MAX_ASKED]:
+            network.address_book.learn(peer, addresses)
+            with contextlib.suppress(AgoraError):
+                request = GetAmendments(known.digest())
+                reply = await network.call(peer, request, deadline=loop_time() + FETCH_TIMEOUT_S)
+                for sealed in reply.message.amendments if isinstance(reply.message, KnownAmendments) else ():
+                    with contextlib.suppress(AmendmentError, ProtocolError):
+                        known.add(sealed, time.time())
+    finally:
+        await network.close()
+    if known.digest() != before:
+        run_files.write_amendments(context.home, signed.run_id, known.sealed())
 
 
 async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[str]) -> SignedManifest:
@@ -166,7 +220,7 @@ async def _refuse_while_joining(_: IncomingCall) -> Reply:
 def _accept_and_register(context: DaemonContext, signed: SignedManifest) -> None:
     home = context.home
     proof = own_proof(context, signed.run_id)
-    book = AdmissionBook(signed.run_id, AdmissionPolicy.of(signed.manifest))
+    book = AdmissionBook(signed.run_id, AdmissionPolicy.of(run_files.manifest_on_disk([home], signed, time.time())))
     if not book.judge(context.me, proof, time.time()).is_member:
         raise NotAdmitted("the run lets this machine only read its status; ask its founder for a ticket of a member")
     run_files.remember_manifest(home, signed)
@@ -287,6 +341,8 @@ async def connect_to_run(context: DaemonContext, host: Host, signed: SignedManif
             why = "" if reached else await explain_unreachable(known)
         if not reached and signed is None:
             raise RunUnreachable(f"No peer of the invite answers: {why}")
+        if reached and signed is not None and _mode_on_disk(context, signed) == LISTED:
+            await learn_amendments(context, host, signed, known)
         peers = len({address.rpartition("/")[2] for address in known})
         note.text = f"{reached} of {peers} peers answered" if peers else "nobody to ask"
         # Not "the first peer": a run that goes on may be known here by its manifest alone.
@@ -294,17 +350,21 @@ async def connect_to_run(context: DaemonContext, host: Host, signed: SignedManif
     return known
 
 
-def leave_out_banned(context: DaemonContext, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
-    """Returns those of the `known` addresses whose peers may be dialled: not banned from this machine.
+def _mode_on_disk(context: DaemonContext, signed: SignedManifest) -> str:
+    return run_files.manifest_on_disk([context.home], signed, time.time()).admission.mode
 
-    With `signed`, also leaves out peers that are banned from the run or otherwise not admitted to it.
+
+def leave_out_banned(context: DaemonContext, signed: SignedManifest | None, known: Sequence[str]) -> tuple[str, ...]:
+    """Returns those of the `known` addresses whose peers are not banned from this machine nor, with `signed`, from the
+    run.
+
+    Who is not listed stays: it may be by an amendment that is not known here yet.
     """
     if signed is None:
         banned = set(run_files.read_banned(context.home))
         return tuple(address for address in known if peer_of_address(address) not in banned)
-    now_unix = time.time()
-    book = load_admission_book(context.home, signed, now_unix)
-    return tuple(address for address in known if not book.refusal_reason(peer_of_address(address), now_unix))
+    book = load_admission_book(context.home, signed, time.time())
+    return tuple(address for address in known if not book.is_banned(peer_of_address(address)))
 
 
 async def _ask_local_daemons(run: RunId) -> tuple[str, ...]:

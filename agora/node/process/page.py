@@ -35,7 +35,9 @@ class DaemonSource:
         if self._daemon.signed is None:
             return None
         try:
-            return Invitation(str(self._daemon.invite()), self._daemon.signed.manifest.admission.mode)
+            local_peer = self._daemon.local_peer
+            manifest = local_peer.live.last if local_peer is not None else self._daemon.signed.manifest
+            return Invitation(str(self._daemon.invite()), manifest.admission.mode)
         except LocalError:  # it has no address yet
             return None
 
