@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agora_protocol.amendments import manifest_at
 from agora_protocol.manifest import Manifest
 from agora_protocol.manifest_model import ADAPTER_FILE
 
@@ -279,8 +280,17 @@ def _other_files(sources: StageSources, family: Family, parameters: int, target:
         f"from step {each.amendment.from_step}: {describe_changes(each.amendment)}" for each in sources.amendments
     )
     source_words = SOURCES[sources.kind]
+    amended = manifest_at(manifest, [each.amendment for each in sources.amendments], max(steps.values(), default=0))
     exported = ExportDescription(
-        parameters, dtype, source_words, sources.average, target.kind, metrics, changes, target.gguf
+        parameters,
+        dtype,
+        source_words,
+        sources.average,
+        target.kind,
+        metrics,
+        changes,
+        target.gguf,
+        codec=amended.boundary.codec,
     )
     sealed = "".join(f"{each.sealed.hex()}\n" for each in sources.amendments).encode()
     return {

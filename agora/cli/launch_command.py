@@ -79,7 +79,7 @@ def launch(
     wait_s: float,
     as_json: bool,
 ) -> int:
-    """Starts the daemons and waits at most `wait_s` seconds until the run's status shows as many peers more.
+    """Starts the daemons and waits at most `wait_s` seconds until the run's status shows their peers.
 
     is_dry: prints files and commands, and does nothing. is_down: ends what an earlier launch has started. Returns the
     exit code: EXIT_STALLED if peers are missing in the end. Raises Failure.
@@ -99,7 +99,7 @@ def launch(
     for command in commands:
         _run(command)
     joined: list[str] = []
-    wanted = len(request.hosts) or request.count
+    wanted = peers_of_job(request)
     if not is_down:
         console.print_to_stderr(f"submitted; see {job.logs}")
         joined = follow_joins(lambda: _peers_of(run, home), before, wanted, wait_s)
@@ -110,8 +110,17 @@ def launch(
         console.print_to_stderr("its daemons have been told to leave")
     if is_down or len(joined) >= wanted or not wait_s:
         return EXIT_DONE
-    console.print_to_stderr(f"{len(joined)} of {wanted} have joined after {wait_s:.0f} s; see {job.logs}")
+    console.print_to_stderr(f"{len(joined)} of {wanted} peers have joined after {wait_s:.0f} s; see {job.logs}")
     return EXIT_STALLED
+
+
+def peers_of_job(request: LaunchRequest) -> int:
+    """Returns how many peers the job makes: one for each card of each machine, as `--gpus KIND:N` tells them.
+
+    One for each machine where that says no number: of a machine's cards nothing else is known before it runs.
+    """
+    cards = int(request.gpus.partition(":")[2] or 1)
+    return (len(request.hosts) or request.count) * cards
 
 
 def find_invite(run: str, home: paths.Home, *, is_needed: bool) -> tuple[str, str]:

@@ -482,7 +482,10 @@ def launch(
     ],
     count: Annotated[int, typer.Option(metavar="N", help="How many machines; of ssh as many as hosts.")] = 1,
     gpus: Annotated[
-        str | None, typer.Option(metavar="KIND", help="GPUs of each machine, as the tool names them: H100, or H100:4.")
+        str | None,
+        typer.Option(
+            metavar="KIND", help="GPUs of each machine, as the tool names them: H100, or H100:4; each joins as a peer."
+        ),
     ] = None,
     host: Annotated[
         list[str] | None, typer.Option(metavar="USER@HOST", help="A machine for ssh; may be given several times.")

@@ -116,6 +116,7 @@ class ExportDescription:
     metrics: name -> value that the swarm reported when the stages were collected; {} if the swarm was not asked.
     changes: the run's amendments in words, in order.
     gguf: whether the weights are a file for llama.cpp.
+    codec: of boundaries when the last step was taken, as it was amended; "" if it never was.
     """
 
     parameters: int
@@ -126,6 +127,7 @@ class ExportDescription:
     metrics: Mapping[str, float] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
     gguf: bool = False
+    codec: str = ""
 
 
 def model_card(
@@ -143,7 +145,7 @@ def model_card(
         summary=_summary(manifest, model, exported),
         facts=_facts_table(manifest, model, steps, exported),
         loading=GGUF_CODE if exported.gguf else _loading_code(manifest, exported.kind),
-        limits=_limits_list(manifest, model, steps, exported.kind),
+        limits=_limits_list(manifest, model, steps, exported.kind, exported.codec or manifest.boundary.codec),
         amendments=AMENDMENTS.format(changes="\n".join(f"- {_cell(change)}" for change in exported.changes))
         if exported.changes
         else "",
@@ -249,7 +251,9 @@ def _loading_code(manifest: Manifest, kind: Kind) -> str:
     return code if is_text else f"{code}\n\n{PLAIN_PROMPTS}"
 
 
-def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping[int, int], kind: Kind) -> str:
+def _limits_list(
+    manifest: Manifest, described: ModelDescription, steps: Mapping[int, int], kind: Kind, codec: str
+) -> str:
     model = manifest.model
     pretrained = [
         *_precision_limits(described.frozen_as, kind),
@@ -266,7 +270,7 @@ def _limits_list(manifest: Manifest, described: ModelDescription, steps: Mapping
         *(pretrained if described.is_pretrained else from_nothing),
         "- Exporting checks that every tensor is whole, not that the model is good: measure it on text of your own.",
     ]
-    columns = parse_codec(manifest.boundary.codec).columns
+    columns = parse_codec(codec).columns
     if columns:
         lines.append(
             f"- It was trained with {columns} of its {model.boundary_width} columns between stages, and here has all "

@@ -635,6 +635,22 @@ def test_the_signed_history_goes_with_the_model(home: paths.Home, stages: list[S
     assert "- from step 30: optimizer.total_steps = 900" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.parametrize(("from_step", "says"), [(30, True), (max(STEPS.values()) + 1, False)])
+def test_the_card_tells_by_which_codec_the_last_step_was_taken(
+    home: paths.Home, stages: list[StageModule], tmp_path: Path, from_step: int, says: bool
+) -> None:
+    founder = Identity.generate()
+    signed = SignedManifest.sign(MANIFEST, founder)
+    run_files.remember_manifest(home, signed)
+    for stage in range(3):
+        checkpoint(home, signed, stages, stage, STEPS[stage])
+    changes = pack_canonical({"boundary.codec": "top3:int8"})
+    amendment = Amendment(founder.peer, 1, bytes.fromhex(signed.run_id), 10, from_step, int(time.time()), changes, b"")
+    run_files.write_amendments(home, signed.run_id, [seal_amendment(amendment, signed.run_id, founder)])
+    run("poems", tmp_path / "out")
+    assert ("It was trained with 3 of its" in (tmp_path / "out" / "README.md").read_text()) == says
+
+
 # --- for llama.cpp
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from agora.cli.console import EXIT_USAGE, Failure
-from agora.cli.launch_command import check_request, follow_joins, job_of, label_of, tool_of
+from agora.cli.launch_command import check_request, follow_joins, job_of, label_of, peers_of_job, tool_of
 from agora.cli.launch_jobs.job import LEAVE_TIMEOUT_S, TOOLS, LaunchRequest, Tool
 
 SECRET = "c2VjcmV0LXRpY2tldA"
@@ -122,6 +122,20 @@ def test_a_tool_that_is_not_known_is_a_bad_argument_that_names_those_that_are() 
     with pytest.raises(Failure, match="ssh, slurm, kubernetes, skypilot") as failed:
         tool_of("docker")
     assert failed.value.code == EXIT_USAGE and [tool_of(name) for name in TOOLS] == [*TOOLS]
+
+
+@pytest.mark.parametrize(
+    ("request_", "peers"),
+    [
+        (LaunchRequest("ssh", hosts=("ada@lab1", "lab2")), 2),
+        (LaunchRequest("ssh", 1, "H100:4", hosts=("ada@lab1", "lab2")), 8),
+        (LaunchRequest("slurm", 8, "a100:2"), 16),
+        (LaunchRequest("kubernetes", 3, "NVIDIA-H100-80GB-HBM3"), 3),
+        (LaunchRequest("skypilot", 4), 4),
+    ],
+)
+def test_each_card_of_each_machine_is_a_peer_that_is_waited_for(request_: LaunchRequest, peers: int) -> None:
+    assert peers_of_job(request_) == peers
 
 
 def test_joins_are_followed_until_all_are_there_or_the_time_is_over() -> None:
