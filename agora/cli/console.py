@@ -143,11 +143,27 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode))
 
 
+def begin_again_in_utf8() -> None:
+    """Replaces the process by the same command in Python's UTF-8 mode, if its locale has another encoding than UTF-8.
+
+    Manifests, tickets and peers name files and data directories in UTF-8: in an ASCII locale these could neither be
+    opened nor hashed, and in a Latin one they would be other files than those of the other machines. Standard streams
+    keep the locale's encoding, in which what it lacks is printed as backslash escapes.
+    """
+    is_tried = os.environ.get("PYTHONUTF8") == "1" or sys.flags.ignore_environment
+    if is_tried or sys.getfilesystemencoding().lower() == "utf-8":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.environ.setdefault("PYTHONIOENCODING", f"{sys.stdout.encoding or 'ascii'}:backslashreplace")
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def run(app: typer.Typer) -> None:
     """Runs the command, prints an exception as one sentence, and ends the process; 130 after Ctrl-C. See `explain` for
     the codes.
     """
     open_closed_streams()
+    begin_again_in_utf8()
     try:
         app()
         code = EXIT_DONE

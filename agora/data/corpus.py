@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from agora_protocol.errors import ManifestError
 
+from agora.data.data_file import changed_while_read
 from agora.data.text_sources import Piece, SourceFile, find_files, unreadable_file
 from agora.data.token_cache import CachedTokens
 from agora.data.tokenizer import Ids, Tokenizer, token_dtype
@@ -40,11 +41,18 @@ def open_corpus_parts(
     """
     base = base or Path.cwd()
     files = find_files(sources, base)
-    cached = CachedTokens(cache_dir, _signature(files, tokenizer), token_dtype(tokenizer.vocabulary))
+    signature = _signature(files, tokenizer)
+    cached = CachedTokens(cache_dir, signature, token_dtype(tokenizer.vocabulary))
     counts = [0] * len(files)  # ids of each file
 
+    def details() -> dict[str, list[int]]:
+        # Called once all is read, before it is kept: under this signature nobody else may find what was read of both.
+        if _signature(find_files(sources, base), tokenizer) != signature:
+            raise changed_while_read(", ".join(sources))
+        return {ENDS: _ends(sources, base, files, counts)}
+
     def write() -> None:
-        cached.write(_tokenise(sources, files, tokenizer, counts), lambda: {ENDS: _ends(sources, base, files, counts)})
+        cached.write(_tokenise(sources, files, tokenizer, counts), details)
 
     ids = cached.open_or_write(write)
     if len(sources) == 1:

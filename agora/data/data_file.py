@@ -25,6 +25,13 @@ CHUNK: Final = 1 << 20  # characters that are read at a time
 READ_ERRORS: Final = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
+def changed_while_read(name: str) -> DataError:
+    return DataError(
+        f"{name} has changed while it was read, so that what was read is neither the old data nor the new; wait until "
+        "nothing writes there, or name a copy, and start again."
+    )
+
+
 def unreadable_data(path: Path, error: Exception) -> DataError | DiskError:
     """The error for READ_ERRORS: DiskError if the operating system refused, DataError if what it read is damaged."""
     if isinstance(error, OSError) and error.errno is not None:

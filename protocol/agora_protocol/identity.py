@@ -136,12 +136,24 @@ def _write_new(path: Path, data: bytes) -> bool:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # fails when path exists, so two creators cannot both win
-            return True
-        return False
+        return _link_new(draft, path)
     finally:
-        os.unlink(draft)
+        draft.unlink(missing_ok=True)
+
+
+def _link_new(draft: Path, path: Path) -> bool:
+    # Fails where `path` exists, so two creators cannot both win.
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links, as exFAT: an empty file is the winner's until it is replaced
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            return False
+        draft.replace(path)
+    return True
 
 
 def _read_private_file(path: Path) -> bytes:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,34 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     after = opened(tmp_path, "*.txt")
     assert text_of(after).endswith(b"\0other\0")
     assert text_of(before) == EXPECTED, "who has the old tokens keeps them"
+
+
+@pytest.mark.parametrize("what", ["grows", "is replaced", "one more"])
+def test_a_corpus_that_changes_while_it_is_read_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As one that a program still writes, or a download that another one renews."""
+    write_txt(tmp_path)
+    honest = text_sources.SourceFile.pieces
+
+    def pieces(file: text_sources.SourceFile) -> Iterator[Any]:
+        yield from honest(file)
+        if what == "grows":
+            with (tmp_path / "0.txt").open("a") as grown:
+                grown.write("more")
+        elif what == "one more":
+            (tmp_path / "9.txt").write_text("more")
+        else:
+            (tmp_path / "new").write_bytes((tmp_path / "2.txt").read_bytes())
+            os.utime(tmp_path / "new", ns=(0, 0))
+            (tmp_path / "new").replace(tmp_path / "2.txt")
+
+    monkeypatch.setattr(text_sources.SourceFile, "pieces", pieces)
+    with pytest.raises(DataError, match=r"\*.txt has changed while it was read.* wait until nothing writes there"):
+        opened(tmp_path, "*.txt")
+    assert not list((tmp_path / "cache").glob("index/*.json"))
+    monkeypatch.setattr(text_sources.SourceFile, "pieces", honest)
+    opened(tmp_path, "*.txt")
 
 
 def damage(path: Path, how: str) -> None:

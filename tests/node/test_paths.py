@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -172,3 +174,16 @@ def test_a_runtime_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises((PermissionError, FileExistsError)):
         paths.make_private(tmp_path / "link")
+
+
+def test_a_directory_on_a_file_system_without_locks_is_refused_with_another_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", _lack_locks)
+    match = "on a file system without locks .No locks available.*a directory on a disk of this machine with --dir"
+    with pytest.raises(LocalError, match=match), lock_file(tmp_path / "daemon.lock"):
+        raise AssertionError("nobody would notice a second daemon")
+
+
+def _lack_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import resource
@@ -78,6 +79,18 @@ def test_a_read_only_file_stays_unsigned_and_the_run_is_founded_all_the_same(
     signed, note = sign_draft(runs.resolve(str(path), home), Identity.generate(), lambda signed: None)
     signed.verify()
     assert "stays unsigned" in note and "[signed]" not in path.read_text()
+
+
+def test_a_file_on_a_file_system_without_locks_is_signed(
+    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    path = write(tmp_path)
+    signed, note = sign_draft(runs.resolve(str(path), home), Identity.generate(), lambda signed: None)
+    assert SignedManifest.from_toml(path.read_text()) == signed and "as founder" in note
 
 
 def test_a_draft_is_the_run_that_a_daemon_on_this_machine_founded_from_it(tmp_path: Path, home: Home) -> None:

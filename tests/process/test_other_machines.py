@@ -64,6 +64,34 @@ def _obey_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def in_an_ascii_locale(arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """As a service or a batch system starts it whose locale has no UTF-8, which Python itself takes only C for."""
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "agora.cli.main_node", *arguments],
+            stdout=output,
+            stderr=output,
+            env=dict(environment) | ascii_only,
+            start_new_session=True,
+        )
+
+
+def test_in_an_ascii_locale_files_and_folders_have_the_names_that_manifests_give_them(tmp_path: Path) -> None:
+    text, folder = tmp_path / "gedichte-ü-詩.txt", tmp_path / "größe"
+    folder.mkdir()
+    text.write_text("Größe, größer, am größten – 詩 и стихи.\n" * 4000, encoding="utf-8")
+    made = LocalSwarm(folder, tiny(1, data={"corpus": [str(text)]}).to_toml(), launch=in_an_ascii_locale)
+    try:
+        daemon = made.start("erster-ö")
+        made.until(lambda: last_step(daemon) >= 1, "its first step", WAIT_S)
+        daemon.end_is_intended = True
+        daemon.kill(signal.SIGTERM)
+        assert daemon.process.wait(WAIT_S) == 0
+    finally:
+        made.kill_all()
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT])
 def test_a_daemon_without_input_and_reader_trains_and_leaves_at_a_batch_systems_signal(
     number: signal.Signals, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import pickle
@@ -41,6 +42,23 @@ def test_creators_at_the_same_moment_end_with_one_identity(tmp_path: Path) -> No
         with ThreadPoolExecutor(8) as pool:
             peers = {it.peer for it in pool.map(lambda _: Identity.load_or_create(path), range(8))}
         assert peers == {Identity.load(path).peer}
+
+
+def test_on_a_file_system_without_hard_links_there_is_one_identity_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on exFAT, and in folders that a virtual machine shares."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "identity.key"
+    made = Identity.create(path)
+    with pytest.raises(IdentityError, match="exists already"):
+        Identity.create(path)
+    assert Identity.load_or_create(path).peer == made.peer
+    assert [it.name for it in tmp_path.iterdir()] == ["identity.key"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,23 @@ def test_a_changed_file_and_a_changed_template_make_new_rows(tmp_path: Path) -> 
     third = opened(tmp_path, records * 2, **run)
     assert third.summary.samples == 2
     assert len({rows.fingerprint for rows in (first, second, third)}) == 3
+
+
+def test_samples_that_change_after_their_hash_was_checked_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else this machine would learn other samples than the run's for as long as the rows are kept."""
+    check = sample_rows.check_samples
+
+    def replaced_after_check(paths: Sequence[Path], expected: str) -> None:
+        check(paths, expected)
+        for path in paths:
+            path.write_text(path.read_text().replace("a", "b") + "\n")
+
+    monkeypatch.setattr(sample_rows, "check_samples", replaced_after_check)
+    with pytest.raises(DataError, match="has changed while it was read"):
+        opened(tmp_path)
+    assert not list((tmp_path / "cache").glob("index/*.json"))
 
 
 @pytest.mark.parametrize("suffix", ["*.tokens", "index/*.json"])

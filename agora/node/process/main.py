@@ -263,8 +263,8 @@ def _open_directory(root: Path) -> Iterator[Journal]:
 def lock_file(path: Path) -> Iterator[None]:
     """Creates and locks a file, and writes this process' id into it; unlocks but keeps the file when the block ends.
 
-    If another process has the lock, raises LocalError, which names that process, without waiting. The kernel frees a
-    dead process' lock. Raises OSError if the file cannot be written.
+    If another process has the lock, raises LocalError, which names that process, without waiting; also on a file system
+    without locks. The kernel frees a dead process' lock. Raises OSError if the file cannot be written.
     """
     with path.open("a+", errors="replace") as file:
         try:
@@ -275,6 +275,11 @@ def lock_file(path: Path) -> Iterator[None]:
                 f"{path.parent} is in use by the daemon with pid {file.read(32).strip() or 'unknown'}; "
                 f"stop it with `agora-node leave --dir {path.parent}`, or give this one its own --dir."
             ) from None
+        except OSError as error:
+            raise LocalError(
+                f"{path.parent} is on a file system without locks ({error.strerror}), where a second daemon would write into "
+                "the same files unnoticed; give a directory on a disk of this machine with --dir."
+            ) from error
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()

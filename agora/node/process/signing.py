@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Callable
@@ -28,7 +29,10 @@ def sign_draft(
     signed = SignedManifest.sign(reference.draft, identity)
     try:
         with path.open("r+", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # two daemons that start from one draft found one run
+            with contextlib.suppress(
+                OSError
+            ):  # a file system without locks: then of two at once the later one founds it
+                fcntl.flock(file, fcntl.LOCK_EX)  # two daemons that start from one draft found one run
             text = file.read()
             if is_signed(text, str(path)):
                 found = SignedManifest.from_toml(text, str(path))

@@ -22,7 +22,7 @@ import json
 from array import array
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -34,7 +34,7 @@ from agora_protocol.tensors import BEGINS, SUPERVISED
 from numpy.typing import ArrayLike, NDArray
 
 from agora.core.user_paths import expand_home
-from agora.data.data_file import unreadable_data
+from agora.data.data_file import changed_while_read, unreadable_data
 from agora.data.draws import cut_batches, epoch_order, heldout_threshold, seed_key, splitmix64
 from agora.data.record_files import data_files
 from agora.data.token_cache import CachedTokens
@@ -442,13 +442,25 @@ def open_sample_rows(manifest: Manifest, cache_dir: Path, *, base: Path | None =
     tokenizer.require_hash(data.tokenizer_hash)
     paths = [(base or Path.cwd()) / expand_home(name) for name in data.sample_paths]
     dtype = row_dtype(tokenizer.tokenizer.vocabulary, model.context)
-    cached = CachedTokens(cache_dir, _signature(manifest, paths, tokenizer), dtype)
-    values = cached.open_or_write(lambda: _write_rows(cached, manifest, paths, tokenizer))
+    signature = _signature(manifest, paths, tokenizer)
+    cached = CachedTokens(cache_dir, signature, dtype)
+
+    def check_unchanged() -> None:
+        if _signature(manifest, paths, tokenizer) != signature:
+            raise changed_while_read(", ".join(map(str, paths)))
+
+    values = cached.open_or_write(lambda: _write_rows(cached, manifest, paths, tokenizer, check_unchanged))
     together = PAIR if manifest.objective.kind == "dpo" else 1
     return SampleRows(values, RowSummary.from_details(cached.details), model.context, together, manifest.seed)
 
 
-def _write_rows(cached: CachedTokens, manifest: Manifest, paths: Sequence[Path], tokenizer: ModelTokenizer) -> None:
+def _write_rows(
+    cached: CachedTokens,
+    manifest: Manifest,
+    paths: Sequence[Path],
+    tokenizer: ModelTokenizer,
+    check_unchanged: Callable[[], None],
+) -> None:
     data = manifest.data
     context = manifest.model.context
     objective = manifest.objective.kind
@@ -458,7 +470,12 @@ def _write_rows(cached: CachedTokens, manifest: Manifest, paths: Sequence[Path],
     vocabulary = tokenizer.tokenizer.vocabulary
     builder = RowBuilder(file.name, objective, context, vocabulary, counts, seed=manifest.seed, heldout=data.heldout)
     samples = tokenise(file, counts, tokenizer, context + 1)
-    cached.write(builder.iter_arrays(samples), lambda: builder.summary().to_details())
+
+    def details() -> dict[str, Any]:
+        check_unchanged()  # the samples' hash was checked in an earlier reading
+        return builder.summary().to_details()
+
+    cached.write(builder.iter_arrays(samples), details)
 
 
 def _signature(manifest: Manifest, paths: Sequence[Path], tokenizer: ModelTokenizer) -> str:
