@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib.metadata
 import json
 import os
@@ -208,6 +209,9 @@ def explain(error: Exception) -> tuple[str, int]:
         return str(error), EXIT_USAGE
     if isinstance(error, AgoraError):
         return str(error), int(getattr(error, "exit_code", EXIT_FAILED))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = error.filename or "what the command writes or prints"
+        return f"no space is left for {what} ({error.strerror}); free some, or write it to another disk", EXIT_FAILED
     try:
         handle, details = tempfile.mkstemp(prefix="agora-error-", suffix=".txt", text=True)
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -314,3 +314,14 @@ def test_a_command_that_was_started_with_closed_streams_gives_their_numbers_to_n
     assert subprocess.run(closed, cwd=tmp_path, timeout=60, check=False).returncode == 0
     (number,) = (tmp_path / "opened").read_text().split()
     assert int(number) > 2, "and what children print is in no file"
+
+
+def test_output_for_which_the_disk_has_no_space_is_one_sentence_and_no_fault_to_report() -> None:
+    command = [sys.executable, "-m", "agora.cli.main_node", "--version"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: no space is left for what the command writes or prints (No space left on device); free some, or write "
+        "it to another disk\n"
+    )

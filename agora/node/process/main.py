@@ -277,8 +277,8 @@ def lock_file(path: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise LocalError(
-                f"{path.parent} is on a file system without locks ({error.strerror}), where a second daemon would write into "
-                "the same files unnoticed; give a directory on a disk of this machine with --dir."
+                f"{path.parent} is on a file system without locks ({error.strerror}), where nobody notices a second "
+                "daemon; give a directory on a disk of this machine with --dir."
             ) from error
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
