@@ -166,7 +166,9 @@ def judge_proof(
         if problem := _issuing_problem(ticket, parent, revocations.founder):
             return NoAdmission(problem)
         if ticket.not_after + CLOCK_TOLERANCE_S < now_unix:
-            return NoAdmission("its ticket has expired")
+            # With both times, since often the clock is wrong and not the ticket old.
+            ended, now = (_minute(at) for at in (ticket.not_after, now_unix))
+            return NoAdmission(f"its ticket has expired: it ended at {ended}, and the clock of who says so shows {now}")
         if revocations.is_banned(ticket.holder, by_founder=ticket.role == DELEGATE):
             return NoAdmission("its ticket was revoked")
         parent = ticket
@@ -175,6 +177,10 @@ def judge_proof(
         return NoAdmission("its ticket is for another peer")
     until_unix = min(ticket.not_after for ticket in proof) + CLOCK_TOLERANCE_S
     return Admission(last.role, until_unix, f"it has a ticket of {proof[0].issuer}")
+
+
+def _minute(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).isoformat(" ", "minutes")
 
 
 def _issuing_problem(ticket: Ticket, parent: Ticket | None, founder: PeerId) -> str:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Message, Pong
 
@@ -28,6 +29,7 @@ class AskedNetwork:
     def __init__(self) -> None:
         self.open_calls = 0
         self.address_book = AddressBook()
+        self.boot_unix: list[float] = []
 
     async def call(self, peer: PeerId, request: Message, *, deadline: float) -> Reply:
         self.open_calls += 1
@@ -41,7 +43,23 @@ class AskedNetwork:
             self.open_calls -= 1
 
     async def ask_clocks(self, within_s: float) -> list[float]:
-        return []
+        return self.boot_unix
+
+
+@pytest.mark.parametrize("off_s", [-3 * 86400.0, -3600.0, 3600.0, 3 * 86400.0])
+def test_a_machine_whose_clock_is_days_off_is_told_at_its_start_and_trains_no_run_of_its_own(off_s: float) -> None:
+    async def main() -> None:
+        made, network = keeper()
+        network.boot_unix = [-off_s, -off_s + 0.1, -off_s]
+        if abs(off_s) <= 86400:
+            await made.ask_at_start({QUICK: ()})
+            return
+        sense = "ahead of" if off_s > 0 else "behind"
+        match = f"clock is 259200 s {sense} the swarm's.*set-ntp true`, then start again. No other peer would see this"
+        with pytest.raises(LocalError, match=match):
+            await made.ask_at_start({QUICK: ()})
+
+    virtual_time.run(main())
 
 
 def keeper() -> tuple[ClockKeeper, AskedNetwork]:

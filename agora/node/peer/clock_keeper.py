@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from agora_protocol.errors import LocalError
 from agora_protocol.ids import PeerId
 from agora_protocol.messages import Ping
 
@@ -34,7 +35,8 @@ class ClockKeeper:
         """Asks peers for the time and corrects the clock, so that even the first records are judged by the right time.
 
         known: multiaddrs by peer. Dials the first MAX_CLOCKS of these peers; takes 2 * ANSWER_TIMEOUT_S at most, as the
-        phase "clock" of the start. Without an answer the clock is settled uncorrected.
+        phase "clock" of the start. Without an answer the clock is settled uncorrected. Raises LocalError if the clock
+        is too wrong to be corrected.
         """
         with self._context.phases.enter("clock") as note:
             peers = list(known)[:MAX_CLOCKS]
@@ -45,6 +47,10 @@ class ClockKeeper:
             self._correct_clock(boot_unix)
             correction_s = self._context.clock.correction.seconds
             note.text = f"{len(boot_unix)} peers told the time, corrected by {correction_s:.2f} s"
+        if self._context.clock.correction.refused_s is not None:
+            # No record of this peer counts with the others, and none of theirs here: it would train a run of its own.
+            remark = clock_remark(self._context.clock.correction)
+            raise LocalError(f"{remark[0].upper()}{remark[1:]}, then start again. No other peer would see this one.")
 
     async def run(self) -> None:
         """After FIRST_INTERVAL_S, then every INTERVAL_S, asks connected peers for the time and corrects the clock.
