@@ -129,10 +129,13 @@ def home_at(directory: Path | None = None) -> Home:
     Creates nothing.
     """
     if directory is not None:
-        return Home(expand_home(directory).absolute())
-    if named := os.environ.get(HOME_VARIABLE):
-        return Home(expand_home(named))
-    return Home(Path(os.environ.get("XDG_DATA_HOME") or home_directory() / ".local" / "share") / "agora")
+        chosen = expand_home(directory)
+    elif named := os.environ.get(HOME_VARIABLE):
+        chosen = expand_home(named)
+    else:
+        chosen = Path(os.environ.get("XDG_DATA_HOME") or home_directory() / ".local" / "share") / "agora"
+    # Commands are run in other folders than the daemon, and ask it by this path.
+    return Home(chosen.absolute())
 
 
 def runtime_directory() -> Path:

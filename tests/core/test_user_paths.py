@@ -51,3 +51,19 @@ def test_where_home_is_moved_to_there_is_the_data_directory(monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "moved"))
     assert paths.home_at().root == tmp_path / "moved" / ".local" / "share" / "agora"
+
+
+def test_a_relative_data_directory_is_the_same_one_for_commands_in_other_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for name, named in ((paths.HOME_VARIABLE, tmp_path / "data"), ("XDG_DATA_HOME", tmp_path / "data" / "agora")):
+        monkeypatch.setenv(name, "data")
+        home = paths.home_at()
+        assert home.root == named
+        stem = home.socket_stem
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert (home.socket_stem, paths.home_at(named).socket_stem) == (stem, stem)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv(name)
