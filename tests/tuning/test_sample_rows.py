@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agora.tuning.chat import sample_rows
 from agora.tuning.chat.model_tokenizer import open_training_tokenizer
-from agora.tuning.chat.sample_file import hash_samples
+from agora.tuning.chat.sample_file import check_samples, hash_samples
 from agora.tuning.chat.sample_formats import ReadingCounts
 from agora.tuning.chat.sample_rows import RowBuilder, RowSummary, SampleRows, open_sample_rows
 from agora.tuning.chat.supervision import TokenSequence
@@ -199,7 +199,7 @@ def test_samples_that_change_after_their_hash_was_checked_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else this machine would learn other samples than the run's for as long as the rows are kept."""
-    check = sample_rows.check_samples
+    check = check_samples
 
     def replaced_after_check(paths: Sequence[Path], expected: str) -> None:
         check(paths, expected)
