@@ -1,6 +1,6 @@
 """Converts boundaries and token ids to wire tensors and back."""
 
-from agora.codec.boundary_codec import BoundaryCodec, gradient_dither_key
+from agora.codec.boundary_codec import BoundaryCodec, Download, EncodedTensor, gradient_dither_key
 from agora.codec.uncompressed import (
     decode_tokens,
     decode_uncompressed,
@@ -11,6 +11,8 @@ from agora.codec.uncompressed import (
 
 __all__ = [
     "BoundaryCodec",
+    "Download",
+    "EncodedTensor",
     "is_all_finite",
     "decode_tokens",
     "decode_uncompressed",

@@ -8,7 +8,7 @@ microbatch share the columns that are sent, so that the columns' numbers cost al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from agora.codec.quantisation import check_scales, dequantise, quantise
 from agora.codec.seeded_random import draw_dither, rotate_blocks
-from agora.codec.transfer import CPU, Upload, download
-from agora.codec.uncompressed import bytes_of, encode_uncompressed, read_values
+from agora.codec.transfer import CPU, Upload, download, start_download
+from agora.codec.uncompressed import bytes_of, read_values
 
 # Of the formats that are not quantised: the word of a value, and in it the bits that NaN and infinity have set.
 EXPONENT_BITS: Final = {"bf16": ("<u2", 0x7F80), "float32": ("<u4", 0x7F800000)}
@@ -31,6 +31,37 @@ COLUMN_TORCH_DTYPE: Final = torch.uint16
 def gradient_dither_key(microbatch: bytes, stage: int) -> str:
     """Returns the dither key for the gradient of the boundary that enters `stage`."""
     return f"gradient {stage} {microbatch.hex()}"
+
+
+class EncodedTensor(NamedTuple):
+    """A wire tensor whose bytes, `data`, uint8 [n], are still on the device that computes them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Tensor
+
+    def to_wire(self, on_host: Tensor) -> WireTensor:
+        """on_host: `data` on the CPU."""
+        return WireTensor(self.dtype, self.shape, on_host.numpy().data)
+
+
+class Download:
+    """What a job has computed, on its way to the host in one copy, for which the host does not wait."""
+
+    def __init__(self, values: Tensor | None, encoded: EncodedTensor | None) -> None:
+        """values: float32 [n]. On the CPU nothing is copied."""
+        self._encoded = encoded
+        parts = [] if values is None else [values.detach().view(torch.uint8)]  # first, where they are aligned
+        parts += [] if encoded is None else [encoded.data]
+        self._has_values = values is not None
+        self._parts = start_download(parts)
+
+    def on_host(self) -> tuple[list[float], WireTensor | None]:
+        """Returns the values, and what was encoded. Call it once all work has ended that was launched before."""
+        parts = list(self._parts)
+        # Not tolist: that waits for a device, and these are on the host.
+        values = [float(value) for value in parts.pop(0).numpy().view(np.float32)] if self._has_values else []
+        return values, None if self._encoded is None else self._encoded.to_wire(parts.pop())
 
 
 class BoundaryCodec:
@@ -59,19 +90,33 @@ class BoundaryCodec:
         belongs to, whose columns a codec of only some columns sends again. The result may share the memory of `tensor`,
         which must not change before the result is sent. Values that are not finite do not raise; see `decode`.
         """
+        encoded = self.encode_on_device(tensor, direction, key, boundary, dither)
+        return encoded.to_wire(download(encoded.data))
+
+    def encode_on_device(
+        self,
+        tensor: Tensor,
+        direction: Direction,
+        key: str | None = None,
+        boundary: Tensor | None = None,
+        dither: Tensor | None = None,
+    ) -> EncodedTensor:
+        """As `encode`, but leaves the bytes on the tensor's device; the host waits for nothing."""
         codec = self._spec.of_direction(direction)
         if key is not None and dither is None:
             b, s, k = tensor.shape
             drawn = self.draw_dither((b, s, k), direction, key)
             dither = None if drawn is None else drawn.to(tensor.device)
-        if not self._spec.columns:
-            return self._quantise(tensor, codec, dither) if codec.bits else encode_uncompressed(tensor, codec.name)
-        columns = strongest_columns(tensor if boundary is None else boundary, self._spec.columns)
-        sent = tensor[..., columns]
-        values = self._quantised_bytes(sent, codec, dither) if codec.bits else bytes_of(sent, codec.name)
-        numbers = columns.to(COLUMN_TORCH_DTYPE).view(torch.uint8)
-        packed = download(torch.cat((numbers, values)))
-        return WireTensor("uint8", tuple(packed.shape), packed.numpy().data)
+        if self._spec.columns:
+            columns = strongest_columns(tensor if boundary is None else boundary, self._spec.columns)
+            sent = tensor[..., columns]
+            values = self._quantised_bytes(sent, codec, dither) if codec.bits else bytes_of(sent, codec.name)
+            data = torch.cat((columns.to(COLUMN_TORCH_DTYPE).view(torch.uint8), values))
+        elif codec.bits:
+            data = self._quantised_bytes(tensor, codec, dither)
+        else:
+            return EncodedTensor(codec.name, tuple(tensor.shape), bytes_of(tensor, codec.name))
+        return EncodedTensor("uint8", tuple(data.shape), data)
 
     def draw_dither(self, shape: Shape, direction: Direction, key: str) -> Tensor | None:
         """Draws the dither of a boundary of this shape, int8 on the CPU; None if its format has none.
@@ -152,10 +197,6 @@ class BoundaryCodec:
         word, exponent = EXPONENT_BITS[codec.name]
         values = np.frombuffer(wire.data[COLUMN_BYTES * self._spec.columns :], word)
         return bool((values & exponent).max(initial=0) < exponent)
-
-    def _quantise(self, tensor: Tensor, codec: DirectionCodec, dither: Tensor | None) -> WireTensor:
-        wire = download(self._quantised_bytes(tensor, codec, dither))
-        return WireTensor("uint8", tuple(wire.shape), wire.numpy().data)
 
     def _quantised_bytes(self, tensor: Tensor, codec: DirectionCodec, dither: Tensor | None) -> Tensor:
         b, s, k = tensor.shape

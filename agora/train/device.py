@@ -1,4 +1,4 @@
-"""The compute device, and the one thread that runs jobs on it by priority."""
+"""The compute device, and the one thread that launches jobs on it by priority, and hands on their results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, TypeVarTuple
 
 import torch
 from agora_protocol.errors import Busy, DeviceError, OutOfMemory
 
+from agora.train.accelerator import Accelerator, HostAccelerator, Mark
 from agora.train.gpu_support import unused_gpus_remark, why_cuda_device_unsupported
 
 # Frees memory of the device that is not needed: a part of it, or with True all.
@@ -52,14 +53,43 @@ class Priority(enum.IntEnum):
     EVALUATE = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Launched(Generic[T]):
+    """What a job's function returns whose result the device still computes.
+
+    finish: called on the device thread once all that the function launched has ended; returns the job's result. Only it
+    may change what other jobs see, and only once it has read that the result is good.
+    give_up: called instead where the device has failed meanwhile.
+    """
+
+    finish: Callable[[], T]
+    give_up: Callable[[], None] = lambda: None
+
+
 @dataclass(slots=True, eq=False)
 class _DeviceJob:
     priority: Priority
     call: Callable[[], Any]
     afterwards: Callable[[], None]
     free_memory: FreeMemory | None
+    is_pass: bool
     future: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
     queued_at: float = field(default_factory=time.monotonic)
+    launched_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Outstanding:
+    # Work that the accelerator may still compute: of a job, or with None what came after a job's result.
+    job: _DeviceJob | None
+    launched: Launched[Any] | None
+    mark: Mark
+
+    def remaining_s(self) -> float:
+        try:
+            return self.mark.remaining_s()
+        except RuntimeError:  # it is over, and who ends it will have the error
+            return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +99,7 @@ class DeviceOptions:
     name: "auto", "cpu", "cuda", "cuda:N" or "mps", see choose_device.
     state_in_host: the optimizer's state is in host memory, see OptimizerOffload.
     slowdown: factor on the time of each job, at least 1.
-    emulated_s: what a stage's forward pass takes at least, see JobTimes; 0: as long as it takes.
+    emulated_s: what a stage's forward pass takes on an EmulatedAccelerator, see JobTimes; 0: as long as it takes.
     fault: test hook, called with "device.job" at the start of each job.
     compile: "auto" or "never", see compiles_on. compiled_code: the folder that keeps what was compiled.
     dtype: of products; None: that of the device, see product_dtype.
@@ -87,7 +117,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True)
 class JobTimes:
-    """The least seconds of jobs, so that a small, fast model can imitate the timing of a large one on an accelerator.
+    """The seconds of jobs on an EmulatedAccelerator: a small, fast model imitates a large one's timing on a GPU.
 
     forward_s: of one stage's forward pass. A backward pass takes twice as much, as it has twice the operations. A step
     takes a quarter: the optimizer of a large model takes 1 to 3 % of a step's passes.
@@ -96,7 +126,7 @@ class JobTimes:
     forward_s: float = 0.0
 
     def passes_s(self, stages: int, *, forward: bool, backward: bool) -> float:
-        """Returns the least seconds of one microbatch's passes through so many stages."""
+        """Returns the seconds of one microbatch's passes through so many stages."""
         return stages * self.forward_s * (forward + 2 * backward)
 
     @property
@@ -112,10 +142,14 @@ class DeviceLoad(NamedTuple):
 
 
 class DeviceQueue:
-    """The queue of a device's jobs, and the thread that runs them one at a time until `close`.
+    """The queue of a device's jobs, and the thread that launches them one after the other until `close`.
 
     Jobs run in order of Priority, and of one priority the oldest first. But an evaluation that has waited for
     MAX_EVALUATION_WAIT_S comes first, unless the last job was an evaluation.
+
+    A job that is a pass may be launched while the accelerator still computes the one before, whose result is then
+    handed on as soon as it is there: so the accelerator does not wait for the host. Every other job begins when all
+    results before it were handed on.
     """
 
     def __init__(
@@ -127,17 +161,22 @@ class DeviceQueue:
         fault: Callable[[str], None] = lambda point: None,
         on_error: Callable[[Exception], None] = lambda error: None,
         is_idle: Callable[[], bool] | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         """Starts the thread, which also calls `fault` and `on_error`.
 
         limit: maximum number of waiting jobs of one priority; backwards, which end earlier work, have none.
-        slowdown: factor on the time that each job takes, at least 1; the thread sleeps for the additional time.
+        slowdown: factor on the time that each job takes, at least 1; the thread sleeps for the additional time, and
+        then there is one job at a time.
         work_clock: returns seconds, by which a job's time is measured for `slowdown`.
         fault: called with "device.job" at the start of each job.
         on_error: called with the exception of an `afterwards`.
         is_idle: whether the device has nothing to compute at this moment; called by `watch`, or by `sample_idleness`;
         None for a device that is the thread itself.
+        accelerator: on which the jobs launch their work; None: they do it themselves.
         """
+        self._accelerator = accelerator or HostAccelerator()
+        self._outstanding: deque[_Outstanding] = deque()
         self._is_idle = is_idle
         self._was_idle: deque[bool] = deque(maxlen=MAX_SAMPLES)
         self.slowdown = slowdown
@@ -151,9 +190,10 @@ class DeviceQueue:
         self._closing = False
         self._busy_s = self._queued_s = 0.0
         self._started_at = time.monotonic()
-        self._job_started_at: float | None = None
+        self._busy_since: float | None = None  # None while there is no job
+        self._last_ended_at = self._started_at
+        self._job_began_at = self._started_at  # of the job whose result is made
         self._call_started = 0.0  # by the work clock
-        self._least_s = 0.0  # of the running call, by the monotonic clock
         self._failures = 0  # jobs in a row in which the device has failed
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
         self._thread.start()
@@ -161,12 +201,13 @@ class DeviceQueue:
     async def run(
         self,
         priority: Priority,
-        function: Callable[[*Ts], T],
+        function: Callable[[*Ts], T | Launched[T]],
         *args: *Ts,
         afterwards: Callable[[], None] = lambda: None,
         free_memory: FreeMemory | None = None,
         on_abandoned: Callable[[T], None] = lambda result: None,
         keeps_result: bool = False,
+        is_pass: bool = False,
     ) -> T:
         """Runs `function(*args)` on the device thread and returns its result.
 
@@ -175,13 +216,15 @@ class DeviceQueue:
         change nothing when memory does not suffice; then it is called with False, and what failed is tried once more;
         should that fail, too, with True, and it is tried a last time. When the caller is cancelled, a queued job never
         runs; the result of a running one is passed to `on_abandoned` on the event loop. With keeps_result, for what
-        cannot be undone, the first cancellation of a running job does nothing, and its result is returned. Raises the
-        function's own exception, but torch's as OutOfMemory or DeviceError; Busy without waiting when `limit` jobs of
-        this priority wait, never for a backward;
-        DeviceError when the queue is closed or the thread has ended. No error keeps a tensor of the
-        job alive.
+        cannot be undone, the first cancellation of a running job does nothing, and its result is returned. is_pass:
+        it may begin while the accelerator computes the pass before. Where `function` returns Launched, the result is
+        that of its `finish`; if that lacks memory, `function` is called again.
+
+        Raises the function's own exception, but torch's as OutOfMemory or DeviceError; Busy without waiting when
+        `limit` jobs of this priority wait, never for a backward; DeviceError when the queue is closed or the thread has
+        ended. No error keeps a tensor of the job alive.
         """
-        job = _DeviceJob(priority, lambda: function(*args), afterwards, free_memory)
+        job = _DeviceJob(priority, lambda: function(*args), afterwards, free_memory, is_pass)
         queue = self._queues[priority]
         with self._condition:
             if self._closing or not self._thread.is_alive():
@@ -212,30 +255,35 @@ class DeviceQueue:
             await asyncio.wait([future])
         return future.result()
 
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether the device thread launches a job while the accelerator computes another."""
+        return self._max_launched > 1
+
     def waiting(self) -> int:
         """Returns the number of queued jobs, without the one that runs."""
         return sum(map(len, self._queues.values()))
 
     def busy_fraction(self) -> float:
-        """Returns the fraction of the time since the start that the thread spent on jobs and sleeps of `slowdown`."""
+        """Returns the fraction of the time since the start in which there was a job, sleeps of `slowdown` included."""
         return self.load().busy_s / max(time.monotonic() - self._started_at, 1e-9)
 
     def load(self) -> DeviceLoad:
-        """Returns the seconds so far; busy_s has those of the running job and the sleeps of `slowdown`, too."""
+        """Returns the seconds so far; busy_s has those of the running jobs and the sleeps of `slowdown`, too."""
         with self._condition:
-            running = time.monotonic() - self._job_started_at if self._job_started_at is not None else 0.0
+            running = time.monotonic() - self._busy_since if self._busy_since is not None else 0.0
             return DeviceLoad(self._busy_s + running, self._queued_s)
 
     def sample_idleness(self) -> None:
         """Looks once whether the device is idle inside a job: then it waits for the host, which launches too slowly."""
-        job = self._job_started_at
-        if self._is_idle is None or job is None:
+        since = self._busy_since
+        if self._is_idle is None or since is None:
             return
         try:
             is_idle = self._is_idle()
         except RuntimeError:  # a device that fails says so to its next job
             return
-        if self._job_started_at == job:  # otherwise the device may have been asked after the job
+        if self._busy_since == since:  # otherwise the device may have been asked after the job
             self._was_idle.append(is_idle)
 
     def idle_fraction(self) -> float | None:
@@ -271,57 +319,158 @@ class DeviceQueue:
 
     def _work(self) -> None:
         try:
-            while (job := self._next_job()) is not None:
-                self._perform(job)
+            while True:
+                if (job := self._next_job()) is not None:
+                    self._launch(job)
+                elif self._outstanding:
+                    self._end()
+                else:
+                    return
                 del job  # its arguments and result must not live until the next job comes
         finally:
             self._stop("The device thread has ended; start the daemon again.")
+            for job in (outstanding.job for outstanding in self._outstanding):
+                if job is not None:
+                    job.future.set_exception(DeviceError("The device thread has ended; start the daemon again."))
 
     def _next_job(self) -> _DeviceJob | None:
+        # None: the oldest outstanding work is to be ended, or there is none, and the queue is closed.
         with self._condition:
-            self._condition.wait_for(lambda: self._closing or self.waiting())
-            if self._closing:
-                return None
-            self._job_started_at = time.monotonic()
-            queue = next(filter(None, self._queues.values()))
-            evaluations = self._queues[Priority.EVALUATE]
-            if evaluations and self._last_priority is not Priority.EVALUATE:
-                waited_s = self._job_started_at - evaluations[0].queued_at
-                queue = evaluations if waited_s >= MAX_EVALUATION_WAIT_S else queue
-            self._last_priority = queue[0].priority
-            self._queued_s += self._job_started_at - queue[0].queued_at
-            return queue.popleft()
+            while not self._closing:
+                # First what keeps the accelerator supplied.
+                if (queue := self._next_queue()) and self._may_launch(queue[0]):
+                    job = queue.popleft()
+                    self._last_priority = job.priority
+                    job.launched_at = time.monotonic()
+                    self._queued_s += job.launched_at - job.queued_at
+                    if self._busy_since is None:
+                        self._busy_since = job.launched_at
+                    return job
+                remaining_s = self._outstanding[0].remaining_s() if self._outstanding else None
+                if remaining_s == 0.0:
+                    return None
+                self._condition.wait(remaining_s)
+            return None
 
-    def _perform(self, job: _DeviceJob) -> None:
+    def _next_queue(self) -> deque[_DeviceJob] | None:
+        evaluations = self._queues[Priority.EVALUATE]
+        if evaluations and self._last_priority is not Priority.EVALUATE:
+            waited_s = time.monotonic() - evaluations[0].queued_at
+            if waited_s >= MAX_EVALUATION_WAIT_S:
+                return evaluations
+        return next(filter(None, self._queues.values()), None)
+
+    @property
+    def _max_launched(self) -> int:
+        return 1 if self.slowdown > 1.0 else self._accelerator.max_launched
+
+    def _may_launch(self, job: _DeviceJob) -> bool:
+        if not job.is_pass:
+            return not self._outstanding
+        # What came after a result does not count: a step must not keep the next pass from being launched behind it.
+        return sum(outstanding.job is not None for outstanding in self._outstanding) < self._max_launched
+
+    def _launch(self, job: _DeviceJob) -> None:
+        self._job_began_at = job.launched_at
+        is_launched = False
         failure: Exception | None = DeviceError("The device thread was ended by this job; start the daemon again.")
         try:
             _, fault = self._attempt(partial(self._fault, "device.job"))
-            result, failure = (None, fault) if fault else self._attempt(job.call, job.free_memory)
+            if fault is not None:
+                failure = fault
+            else:
+                begun, failure = self._attempt(partial(self._begin, job), self._freeing(job))
+                if begun is not None:
+                    self._outstanding.append(begun)
+                    is_launched = True
+                del begun
+        finally:
+            if not is_launched:
+                self._conclude(job, failure)
+        if is_launched and self._max_launched == 1:
+            self._end()
+
+    def _begin(self, job: _DeviceJob) -> _Outstanding:
+        result = job.call()
+        launched = result if isinstance(result, Launched) else Launched(lambda: result)
+        return _Outstanding(job, launched, self._accelerator.mark())
+
+    def _end(self) -> None:
+        outstanding = self._outstanding.popleft()
+        job = outstanding.job
+        failure: Exception | None = DeviceError("The device thread was ended by this job; start the daemon again.")
+        try:
+            if job is None:
+                _, failure = self._attempt(partial(self._wait, outstanding.mark))
+                return
+            complete, whole = partial(self._complete, outstanding), partial(self._whole, job)
+            result, failure = self._attempt(complete, self._freeing(job), whole)
             if failure is None:
                 job.future.set_result(result)
                 del result
                 # The caller has its result already: nobody waits for this.
-                _, failure = self._attempt(job.afterwards, job.free_memory)
+                _, failure = self._attempt(job.afterwards, self._freeing(job))
+                if self._accelerator.max_launched > 1:
+                    mark, failed = self._attempt(self._accelerator.mark)
+                    failure = failure or failed
+                    if mark is not None:
+                        self._outstanding.append(_Outstanding(None, None, mark))
         finally:
-            with self._condition:
-                self._failures = self._failures + 1 if isinstance(failure, DeviceError) else 0
-                self._busy_s += time.monotonic() - (self._job_started_at or 0.0)
-                self._job_started_at = None
-            if failure is not None and job.future.done():
-                self._on_error(failure)
-            elif failure is not None:
-                job.future.set_exception(failure)
+            self._conclude(job, failure)
+
+    def _complete(self, outstanding: _Outstanding) -> Any:
+        # Nothing else may keep what was launched: its gradients are freed before a step is taken, or the job repeated.
+        job, launched = outstanding.job, outstanding.launched
+        outstanding.launched = None
+        assert job is not None and launched is not None
+        try:
+            self._wait(outstanding.mark)
+        except RuntimeError:
+            launched.give_up()
+            raise
+        self._job_began_at = max(job.launched_at, self._last_ended_at)
+        return launched.finish()
+
+    def _whole(self, job: _DeviceJob) -> Any:
+        return self._complete(self._begin(job))
+
+    def _wait(self, mark: Mark) -> None:
+        while (remaining_s := mark.remaining_s()) > 0.0:
+            time.sleep(remaining_s)
+
+    def _freeing(self, job: _DeviceJob) -> FreeMemory | None:
+        if (free_memory := job.free_memory) is None:
+            return None
+
+        def free(everything: bool) -> None:
+            while self._outstanding:  # their gradients take memory, too
+                self._end()
+            free_memory(everything)
+
+        return free
+
+    def _conclude(self, job: _DeviceJob | None, failure: Exception | None) -> None:
+        with self._condition:
+            self._failures = self._failures + 1 if isinstance(failure, DeviceError) else 0
+            self._last_ended_at = time.monotonic()
+            if not self._outstanding and self._busy_since is not None:
+                self._busy_s += self._last_ended_at - self._busy_since
+                self._busy_since = None
+        if failure is not None and (job is None or job.future.done()):
+            self._on_error(failure)
+        elif failure is not None and job is not None:
+            job.future.set_exception(failure)
 
     def _attempt(
-        self, call: Callable[[], T], free_memory: FreeMemory | None = None
+        self, call: Callable[[], T], free_memory: FreeMemory | None = None, again: Callable[[], T] | None = None
     ) -> tuple[T, None] | tuple[None, Exception]:
+        # again: in the place of `call`, once it has failed.
         for frees_everything in (False, True, None):
             try:
                 with _device_errors():
-                    self._call_started, self._least_s = self._work_clock(), 0.0
-                    began = time.monotonic()
+                    self._call_started = self._work_clock()
                     result = call()
-                    if (sleep_s := self._sleep_s(time.monotonic() - began)) > 0.0:
+                    if (sleep_s := self._sleep_s()) > 0.0:
                         time.sleep(sleep_s)
                     return result, None
             except Exception as error:  # a job ends here, and its caller's future fails
@@ -331,20 +480,22 @@ class DeviceQueue:
             if free_memory is None or frees_everything is None or not isinstance(failure, OutOfMemory):
                 break
             self._attempt(partial(free_memory, frees_everything))
+            call = again or call
         return None, failure
 
-    def _sleep_s(self, taken_s: float) -> float:
-        slowed_s = (self.slowdown - 1.0) * (self._work_clock() - self._call_started)
-        return max(slowed_s, self._least_s - taken_s)
+    def _sleep_s(self) -> float:
+        return (self.slowdown - 1.0) * (self._work_clock() - self._call_started)
 
     def extend_job(self, seconds: float) -> None:
-        """Adds to the seconds that the running call takes at least: the thread sleeps for the rest. Call it in it."""
-        self._least_s += seconds
+        """Adds to the time that an emulated accelerator takes for what the running function launches. Call it in it."""
+        self._accelerator.compute(seconds)
 
     def job_s(self) -> float:
-        """Returns the seconds that the running job has taken, plus those that it will sleep for them. Call it in it."""
-        taken_s = time.monotonic() - (self._job_started_at or 0.0)
-        return taken_s + max(0.0, self._sleep_s(taken_s))
+        """Returns the seconds that the running job has taken, plus those that it will sleep for them.
+
+        Without those in which it waited for the accelerator to end the job before. Call it in the job's `finish`.
+        """
+        return time.monotonic() - self._job_began_at + self._sleep_s()
 
     def _stop(self, reason: str) -> None:
         with self._condition:

@@ -22,13 +22,14 @@ from agora_protocol.manifest import Manifest
 from agora_protocol.tensors import WireTensor
 from torch import Tensor
 
-from agora.codec import BoundaryCodec, decode_tokens, gradient_dither_key
+from agora.codec import BoundaryCodec, Download, EncodedTensor, decode_tokens, gradient_dither_key
 from agora.codec.transfer import Upload, is_apart
 from agora.core.live_manifest import LiveManifest
 from agora.core.span_work import ForwardKey, SpanResult, SpanWork
 from agora.core.step_instructions import StageStepped, StepEvent, StepInstructions
 from agora.observe.events import Report, TaskFailed
 from agora.state.layout import Layout, StageState
+from agora.train.accelerator import accelerator_of
 from agora.train.compiled_layers import LayerCompiler, compiles_on
 from agora.train.device import (
     PRECISIONS,
@@ -36,6 +37,7 @@ from agora.train.device import (
     DeviceOptions,
     DeviceQueue,
     JobTimes,
+    Launched,
     Priority,
     choose_device,
     work_clock_of,
@@ -134,7 +136,7 @@ class DeviceWorker:
         self._has_marks = manifest.has_marks
         self._vocabulary = manifest.model.vocabulary
         self._has_last_stage = self.span.last == manifest.stage_count - 1
-        self._ahead = HostPrefetch(is_apart(self.device))
+        self._ahead = HostPrefetch(is_apart(self.device) or queue.launches_ahead)
 
     @classmethod
     async def create(
@@ -170,6 +172,7 @@ class DeviceWorker:
             work_clock=work_clock_of(chosen),
             fault=device.fault,
             on_error=lambda error: report(TaskFailed("device", repr(error))),
+            accelerator=accelerator_of(chosen, is_emulated=device.emulated_s > 0.0),
         )
         times = JobTimes(device.emulated_s)
 
@@ -221,29 +224,41 @@ class DeviceWorker:
 
         read = self._ahead.start(partial(self._read, work))
 
-        def job() -> tuple[WireTensor, StashedForward | None]:
+        def job() -> Launched[tuple[WireTensor, StashedForward | None]]:
             if work.entry_stage not in self.span or self._has_last_stage:
                 here = f"stages {work.entry_stage} to {self.span.last} cannot run forward here"
                 raise NotMyStage(f"{here}, only {self.span}")
+            decoded, _ = self._decode(work, read())
             self._extend_job(work.entry_stage, forward=True, backward=False)
-            output, forward = self.trainer.forward(self._decode(work, read())[0])
+            launched = self.trainer.launch_forward(decoded)
+            assert launched.output is not None
             try:
-                encoded = self._codec_of(work).encode(output, "forward")
+                encoded = self._codec_of(work).encode_on_device(launched.output, "forward")
+                download = Download(launched.values, encoded)
             except Exception:
-                free_unused((None, forward))
+                launched.give_up()
                 raise
-            if forward is not None:
-                forward.record_device_time(self._queue.job_s())
-            return encoded, forward
 
-        def free_unused(unused: tuple[WireTensor | None, StashedForward | None]) -> None:
+            def finish() -> tuple[WireTensor, StashedForward | None]:
+                values, boundary = download.on_host()
+                _, forward = launched.finish(values)
+                if forward is not None:
+                    forward.record_device_time(self._queue.job_s())
+                assert boundary is not None
+                return boundary, forward
+
+            return Launched(finish, launched.give_up)
+
+        def free_unused(unused: tuple[WireTensor, StashedForward | None]) -> None:
             # The caller was cancelled, or has an error: no backward will come. A newer forward of the microbatch stays.
             if unused[1] is not None:
                 self.trainer.stashed.forget(work.key, only=unused[1])
 
         # Nothing was added to a sum, so no step can have become due.
         free_memory = self.trainer.free_memory
-        output, _ = await self._queue.run(_priority_of(work), job, free_memory=free_memory, on_abandoned=free_unused)
+        output, _ = await self._queue.run(
+            _priority_of(work), job, free_memory=free_memory, on_abandoned=free_unused, is_pass=True
+        )
         return output
 
     async def run_last_stages(self, work: SpanWork) -> SpanResult:
@@ -257,25 +272,29 @@ class DeviceWorker:
 
         read = self._ahead.start(partial(self._read, work, encodes_gradient=work.is_training))
 
-        def job() -> SpanResult:
+        def job() -> Launched[SpanResult]:
             if work.entry_stage not in self.span or not self._has_last_stage:
                 raise NotMyStage(f"stages {work.entry_stage} to the last cannot run here; this peer holds {self.span}")
-            self._extend_job(work.entry_stage, forward=True, backward=work.is_training)
             decoded, dither = self._decode(work, read())
-            encoded: list[WireTensor | None] = []
-            done = self.trainer.run_last_stages(
-                decoded, lambda found: encoded.append(self._encode_gradient(decoded, found, dither))
-            )
-            return SpanResult(
-                gradient=encoded[0] if encoded else None,
-                busy_s=self._queue.job_s(),
-                loss_sum=done.loss_sum,
-                tokens=done.tokens,
-                metrics=done.metrics,
-                log_probabilities=done.log_probabilities,
-            )
+            self._extend_job(work.entry_stage, forward=True, backward=work.is_training)
+            launched = self.trainer.launch_last_stages(decoded)
+            download = Download(launched.values, self._encode_gradient(decoded, launched.output, dither))
 
-        return await self._run_and_step(job, priority=_priority_of(work), keeps_result=work.is_training)
+            def finish() -> SpanResult:
+                values, gradient = download.on_host()
+                done = launched.finish(values)
+                return SpanResult(
+                    gradient=gradient,
+                    busy_s=self._queue.job_s(),
+                    loss_sum=done.loss_sum,
+                    tokens=done.tokens,
+                    metrics=done.metrics,
+                    log_probabilities=done.log_probabilities,
+                )
+
+            return Launched(finish)
+
+        return await self._run_and_step(job, priority=_priority_of(work), keeps_result=work.is_training, is_pass=True)
 
     async def backward(self, key: ForwardKey, gradient: WireTensor) -> SpanResult:
         """Runs a microbatch's backward pass: adds its gradients to the sums of the stages, and counts it in each.
@@ -289,7 +308,7 @@ class DeviceWorker:
 
         read = self._ahead.start(partial(self._read_gradient, key, gradient))
 
-        def job() -> SpanResult:
+        def job() -> Launched[SpanResult]:
             received = read()
             _, dither, parts = received.to_device()
             decoded = self._codec_of(key).decode_parts(parts, self._boundary_shape, "backward")
@@ -297,26 +316,34 @@ class DeviceWorker:
                 raise self._refusal(
                     key.microbatch, self.span.last, "The gradient received is not finite; send it again."
                 )
+            count = max(1, decoded.numel())
 
             def check_received(norm: float) -> None:
                 # One gradient far larger than most would outweigh all others in the sum of a step.
-                size, limit = norm / math.sqrt(max(1, decoded.numel())), self._gradient_norms.limit
+                size, limit = norm / math.sqrt(count), self._gradient_norms.limit
                 if not self._gradient_norms.record_and_check(size):
                     found = f"a root mean square of {size:.3g}; at most {limit:.3g} is plausible"
                     raise self._refusal(key.microbatch, self.span.last, f"The gradient received has {found}.")
 
             self._extend_job(key.entry_stage, forward=False, backward=True)
             entered = self.trainer.stashed.find(key).work
-            encoded: list[WireTensor | None] = []
-            _, forward = self.trainer.backward(
+            encoded: list[EncodedTensor | None] = []
+            launched = self.trainer.launch_backward(
                 key,
                 decoded,
                 lambda computed: encoded.append(self._encode_gradient(entered, computed, dither)),
                 check_received,
             )
-            return SpanResult(encoded[0], forward.device_s + self._queue.job_s())
+            download = Download(launched.values, encoded.pop())
 
-        return await self._run_and_step(job, keeps_result=True)
+            def finish() -> SpanResult:
+                values, entered_gradient = download.on_host()
+                forward = launched.finish(values)
+                return SpanResult(entered_gradient, forward.device_s + self._queue.job_s())
+
+            return Launched(finish, launched.give_up)
+
+        return await self._run_and_step(job, keeps_result=True, is_pass=True)
 
     def drop_forward(self, key: ForwardKey) -> None:
         """Drops a stashed forward, if there is one. From any thread."""
@@ -400,7 +427,12 @@ class DeviceWorker:
         return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     async def _run_and_step(
-        self, function: Callable[[], T], *, priority: Priority = Priority.BACKWARD, keeps_result: bool = False
+        self,
+        function: Callable[[], T | Launched[T]],
+        *,
+        priority: Priority = Priority.BACKWARD,
+        keeps_result: bool = False,
+        is_pass: bool = False,
     ) -> T:
         return await self._queue.run(
             priority,
@@ -408,6 +440,7 @@ class DeviceWorker:
             afterwards=self.trainer.take_due_steps,
             free_memory=self.trainer.free_memory,
             keeps_result=keeps_result,
+            is_pass=is_pass,
         )
 
     # --- on the host, before the job's turn comes
@@ -474,11 +507,13 @@ class DeviceWorker:
         )
         return decoded, dither
 
-    def _encode_gradient(self, work: DecodedWork, gradient: Tensor | None, dither: Tensor | None) -> WireTensor | None:
+    def _encode_gradient(
+        self, work: DecodedWork, gradient: Tensor | None, dither: Tensor | None
+    ) -> EncodedTensor | None:
         if gradient is None:
             return None
         key = gradient_dither_key(work.microbatch, work.entry_stage)
-        return self._codec_of(work).encode(gradient, "backward", key, boundary=work.entry, dither=dither)
+        return self._codec_of(work).encode_on_device(gradient, "backward", key, boundary=work.entry, dither=dither)
 
     def _refusal(self, microbatch: MicrobatchId, stage: int, why: str) -> ProtocolError:
         self.trainer.stages[stage].record_refusal(microbatch.hex(), why)

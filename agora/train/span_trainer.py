@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from agora_protocol.errors import LocalError, NotMyStage, ProtocolError
@@ -41,6 +41,8 @@ from agora.train.stage import Stage
 from agora.train.weight_prediction import predicts_weights
 from agora.train.weight_versions import MAX_TIMES_IN_FLIGHT, DecodedWork, StashedForward, StashedForwards, WeightVersion
 
+R = TypeVar("R")
+
 MAX_LOSS_SUM = 1e30  # A larger sum of losses counts as not finite: the message Processed cannot carry it
 
 
@@ -61,9 +63,30 @@ class FinishedMicrobatch:
     log_probabilities: tuple[float, ...] = ()  # of each row's supervised tokens; for "reference" only
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedPass(Generic[R]):
+    """A pass that the device still computes.
+
+    output: what leaves the span, [b, s, k]: the boundary, or the gradient for the one that entered; None at its ends.
+    values: float32 [n] on the device, which decide whether the pass counts; None: it does.
+    finish: called with `values` as the host reads them; returns the result. Before it nothing is added to any sum.
+    give_up: to be called instead if the device has failed.
+    """
+
+    output: Tensor | None
+    values: Tensor | None
+    finish: Callable[[Sequence[float]], R]
+    give_up: Callable[[], None] = lambda: None
+
+    def wait(self) -> R:
+        """Returns the result once the device has computed it."""
+        return self.finish([] if self.values is None else self.values.tolist())
+
+
 class _Gradients(NamedTuple):
     # Of one microbatch, not yet added to the sums.
     forward: StashedForward
+    are_predicted: tuple[bool, ...]  # for each stage, whether they are at predicted weights
     of_entry: Tensor | None  # [b, s, k]; None at stage 0
     of_parameters: list[Tensor]
     norm: Tensor  # of all of them, a scalar
@@ -193,9 +216,14 @@ class SpanTrainer:
         For training, stashes the forward for the backward and returns it, too (otherwise None); raises Busy when too
         many are stashed, and NonFinite for a boundary that is not finite, whose microbatch is counted as refused.
         """
+        return self.launch_forward(work).wait()
+
+    def launch_forward(self, work: DecodedWork) -> LaunchedPass[tuple[Tensor, StashedForward | None]]:
+        """As `forward`, which waits for the result. The forward is stashed already: steps must not forget it."""
         if not work.is_training:
             with torch.no_grad():
-                return self._run(work), None
+                evaluated = self._run(work)
+            return LaunchedPass(evaluated, None, lambda values: (evaluated, None))
         self.stashed.require_room(work.key)
         stages, outputs = self._stages_of(work), list[Tensor]()
         # Its backward comes after those of the microbatches that are stashed already.
@@ -212,7 +240,7 @@ class SpanTrainer:
             with torch.set_grad_enabled(kept is Kept.GRAPH):
                 output = self._run(work, run_layer, versions)
         boundary = output.detach()
-        self._require_finite(float(torch.linalg.vector_norm(boundary)), work, "the boundary it computed")
+        norm = torch.linalg.vector_norm(boundary, dtype=torch.float32).reshape(1)
         forward = StashedForward(
             work,
             self.objective.loss_weight(work.batch),
@@ -223,7 +251,14 @@ class SpanTrainer:
             graph_bytes=self.graphs.bytes_of(work.entry_stage, kept),
         )
         self.stashed.add(forward)
-        return boundary, forward
+
+        def finish(values: Sequence[float]) -> tuple[Tensor, StashedForward]:
+            if not math.isfinite(values[0]):
+                self.stashed.forget(work.key, only=forward)
+            self._require_finite(values[0], work, "the boundary it computed")
+            return boundary, forward
+
+        return LaunchedPass(boundary, norm, finish, partial(self.stashed.forget, work.key, only=forward))
 
     def run_last_stages(
         self, work: DecodedWork, before_adding: Callable[[Tensor | None], None] = lambda gradient: None
@@ -236,16 +271,25 @@ class SpanTrainer:
         does not take. before_adding: called with the gradient for the boundary that entered, before the gradients are
         added. After an error, also of before_adding, nothing was added.
         """
+        launched = self.launch_last_stages(work)
+        before_adding(launched.output)
+        return launched.wait()
+
+    def launch_last_stages(self, work: DecodedWork) -> LaunchedPass[FinishedMicrobatch]:
+        """As `run_last_stages`, which waits for the result; nothing was added yet."""
         tokens = self.objective.loss_weight(work.batch)
         if work.purpose == "reference":
-            rows = self._reference_rows(work)
-            return FinishedMicrobatch(0.0, tokens, log_probabilities=rows)
+            return self._launch_reference(work, tokens)
         if not work.is_training:
             with torch.no_grad():
                 loss, metrics, _ = self._run_to_loss(work)
-            loss_sum, *sums = torch.stack([loss, *metrics]).tolist()
-            self._require_plausible_loss(loss_sum, work)
-            return FinishedMicrobatch(loss_sum, tokens, metrics=tuple(sums))
+
+            def finish_evaluation(values: Sequence[float]) -> FinishedMicrobatch:
+                loss_sum, *sums = values
+                self._require_plausible_loss(loss_sum, work)
+                return FinishedMicrobatch(loss_sum, tokens, metrics=tuple(sums))
+
+            return LaunchedPass(None, torch.stack([loss, *metrics]), finish_evaluation)
         steps = tuple(stage.step for stage in self._stages_of(work))
         while True:
             loss, metrics, versions = self._run_to_loss(work)
@@ -254,20 +298,27 @@ class SpanTrainer:
             if self.loss_scale.accepts(gradients.norm):
                 break
             del gradients, loss
-        before_adding(gradients.of_entry)
-        # All that the host reads, together and as late as possible: it waits here for what the device still computes.
-        loss_sum, *sums, norm = torch.stack([*results, gradients.norm]).tolist()
-        self._require_plausible_loss(loss_sum, work)
-        self._add(gradients, norm, loss_sum)
-        return FinishedMicrobatch(loss_sum, tokens, gradients.of_entry, tuple(sums))
+        gradients.forward.drop_graph()
 
-    def _reference_rows(self, work: DecodedWork) -> tuple[float, ...]:
+        def finish(values: Sequence[float]) -> FinishedMicrobatch:
+            loss_sum, *sums, norm = values
+            self._require_plausible_loss(loss_sum, work)
+            self._add(gradients, norm, loss_sum)
+            return FinishedMicrobatch(loss_sum, tokens, gradients.of_entry, tuple(sums))
+
+        return LaunchedPass(gradients.of_entry, torch.stack([*results, gradients.norm]), finish)
+
+    def _launch_reference(self, work: DecodedWork, tokens: int) -> LaunchedPass[FinishedMicrobatch]:
         with torch.no_grad():
             hidden = self._run(work)
             with self._head_for(work, ()) as head:
-                rows = tuple(row_log_probabilities(head, hidden, work.batch).tolist())
-        self._require_finite(sum(rows), work, "the reference's log-probability")
-        return rows
+                rows = row_log_probabilities(head, hidden, work.batch)
+
+        def finish(values: Sequence[float]) -> FinishedMicrobatch:
+            self._require_finite(sum(values), work, "the reference's log-probability")
+            return FinishedMicrobatch(0.0, tokens, log_probabilities=tuple(values))
+
+        return LaunchedPass(None, rows, finish)
 
     def _run_to_loss(self, work: DecodedWork) -> tuple[Tensor, tuple[Tensor, ...], tuple[WeightVersion, ...]]:
         with torch.set_grad_enabled(work.is_training):
@@ -293,8 +344,22 @@ class SpanTrainer:
         also of the callbacks, nothing was added. The forward is not stashed any more, even after an error, except when
         memory has not sufficed or the gradient was refused: it then waits without a graph for another call.
         """
+        launched = self.launch_backward(key, gradient, before_adding, check_received)
+        return launched.output, launched.wait()
+
+    def launch_backward(
+        self,
+        key: ForwardKey,
+        gradient: Tensor,
+        before_adding: Callable[[Tensor | None], None],
+        check_received: Callable[[float], None],
+    ) -> LaunchedPass[StashedForward]:
+        """As `backward`, which waits for the result; nothing was added yet. The result is the forward.
+
+        It stays stashed until then, but its graph is used up.
+        """
         forward = self.stashed.find(key)
-        try:
+        with self._for_another_call(key, forward):
             if forward.output is None:
                 with torch.enable_grad():
                     if forward.layer_outputs:
@@ -305,17 +370,30 @@ class SpanTrainer:
             while not self.loss_scale.accepts(gradients.norm):
                 gradients = self._compute_gradients(forward, gradient)
             before_adding(gradients.of_entry)
-            received, norm = torch.stack([torch.linalg.vector_norm(gradient), gradients.norm]).tolist()
-            check_received(received)
-            self._add(gradients, norm)
+            values = torch.stack([torch.linalg.vector_norm(gradient), gradients.norm])
+        forward.drop_graph()
+
+        def finish(values: Sequence[float]) -> StashedForward:
+            with self._for_another_call(key, forward):
+                received, norm = values
+                check_received(received)
+                self._add(gradients, norm)
+            self.stashed.forget(key, only=forward)
+            return forward
+
+        return LaunchedPass(gradients.of_entry, values, finish, partial(self.stashed.forget, key, only=forward))
+
+    @contextmanager
+    def _for_another_call(self, key: ForwardKey, forward: StashedForward) -> Iterator[None]:
+        # What becomes of a stashed forward whose backward fails.
+        try:
+            yield
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, ProtocolError):
                 forward.drop_graph()  # the failed backward may have freed a part of it
             else:
                 self.stashed.forget(key, only=forward)
             raise
-        self.stashed.forget(key, only=forward)
-        return gradients.of_entry, forward
 
     def free_memory(self, everything: bool) -> None:
         """Drops the newer half of the kept graphs, or with `everything` all, and gives freed memory to the device.
@@ -437,7 +515,8 @@ class SpanTrainer:
         received = None if gradient is None else [gradient.to(output.dtype)]
         computed = list(torch.autograd.grad([output], inputs, received))
         norm = get_total_norm(computed, foreach=True)
-        return _Gradients(forward, computed.pop(0) if work.entry_stage > 0 else None, computed, norm)
+        of_entry = computed.pop(0) if work.entry_stage > 0 else None
+        return _Gradients(forward, self._are_predicted(forward), of_entry, computed, norm)
 
     def _compute_scaled(self, forward: StashedForward, gradient: Tensor, inputs: Sequence[Tensor]) -> _Gradients:
         # In fp16. The gradients by parameters are still multiplied by the scale. The graph is kept, to be gone through
@@ -449,7 +528,13 @@ class SpanTrainer:
         norms = [torch.linalg.vector_norm(found, dtype=torch.float32) for found in computed]
         norm = torch.linalg.vector_norm(torch.stack(norms)) / scale
         of_entry = computed.pop(0).div_(scale) if forward.work.entry_stage > 0 else None
-        return _Gradients(forward, of_entry, computed, norm, scale)
+        return _Gradients(forward, self._are_predicted(forward), of_entry, computed, norm, scale)
+
+    def _are_predicted(self, forward: StashedForward) -> tuple[bool, ...]:
+        return tuple(
+            stage.prediction is not None and stage.prediction.owns(version)
+            for stage, version in zip(self._stages_of(forward.work), forward.versions, strict=True)
+        )
 
     def _add(self, gradients: _Gradients, norm: float, loss_sum: float = 0.0) -> None:
         forward, work = gradients.forward, gradients.forward.work
@@ -462,9 +547,8 @@ class SpanTrainer:
             gradients.scale,
         )
         name = work.microbatch.hex()
-        for stage, step, version in zip(stages, forward.steps, forward.versions, strict=True):
-            predicted = stage.prediction is not None and stage.prediction.owns(version)
-            stage.record_microbatch(name, forward.tokens, loss_sum, step, is_predicted=predicted)
+        for stage, step, is_predicted in zip(stages, forward.steps, gradients.are_predicted, strict=True):
+            stage.record_microbatch(name, forward.tokens, loss_sum, step, is_predicted=is_predicted)
         self._report(MicrobatchCounted(name, tuple(stage.number for stage in stages), forward.tokens))
 
     def _require_plausible_loss(self, loss_sum: float, work: DecodedWork) -> None:

@@ -47,9 +47,10 @@ def no_loss(trainer: SpanTrainer, work: DecodedWork) -> tuple[Tensor, tuple[Tens
 
 def no_gradients(trainer: SpanTrainer, forward: StashedForward, gradient: Tensor | None = None) -> object:
     """Takes the place of SpanTrainer._compute_gradients."""
+    are_predicted = vars(SpanTrainer)["_are_predicted"](trainer, forward)
     of_entry = constant(forward.work.entry.shape) if forward.work.entry_stage > 0 else None
     parameters = [constant(parameter.shape) for version in forward.versions for parameter in version.parameters]
-    return vars(span_trainer)["_Gradients"](forward, of_entry, parameters, torch.tensor(SMALL))
+    return vars(span_trainer)["_Gradients"](forward, are_predicted, of_entry, parameters, torch.tensor(SMALL))
 
 
 def once(method: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -67,7 +68,7 @@ def once(method: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    for name, place in (("encode", 1), ("decode_parts", 2)):
+    for name, place in (("encode_on_device", 1), ("decode_parts", 2)):
         setattr(BoundaryCodec, name, once(getattr(BoundaryCodec, name), place))
     for name, replacement in (("_run", run_nothing), ("_run_to_loss", no_loss), ("_compute_gradients", no_gradients)):
         setattr(SpanTrainer, name, replacement)

@@ -24,10 +24,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agora.codec import BoundaryCodec, encode_tokens, gradient_dither_key
+from agora.codec.transfer import CPU
 from agora.core.span_work import ForwardKey, SpanWork
+from agora.train.compiled_layers import RUNS_BEFORE, LayerCompiler
 from agora.train.device import DeviceOptions
 from agora.train.device_worker import DeviceWorker
+from agora.train.objectives import TokenBatch
+from agora.train.span_trainer import SpanTrainer
+from agora.train.weight_versions import DecodedWork
 
+COMPILE_S: Final = 60.0  # within which a layer must be compiled, without code generation
 WARM_UP: Final = 2  # microbatches that are not counted: rotations are drawn, graphs are measured, versions made
 MODEL: Final = {"width": 256, "subspace": 128, "heads": 4, "key_value_heads": 2, "feed_forward": 704, "context": 32}
 # Operations that start no kernel: they view or allocate, or read one value, which waits for all kernels.
@@ -215,6 +221,33 @@ def counts(manifest: Manifest) -> tuple[HopCounts, JobCounts]:
         return asyncio.run(both())
 
 
+def count_frames(manifest: Manifest) -> int:
+    """Returns how many frames torch.compile makes of the middle stage's layers, in training and in evaluations.
+
+    Their weights change meanwhile, and with kept graphs there are two versions of them.
+    """
+    frames: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        frames.append(torch.is_grad_enabled())
+        return graph.forward
+
+    compiler = LayerCompiler(_ignore, backend=backend)
+    trainer = SpanTrainer(manifest, Span(1, 1), CPU, report=_ignore, in_flight=4, compiler=compiler)
+    ids = torch.zeros(manifest.tokens_shape(), dtype=torch.int32)
+    for number in range(RUNS_BEFORE + 2):
+        for purpose in ("train", "evaluate"):
+            batch, entry = TokenBatch.from_wire(ids, has_marks=manifest.has_marks), _values(manifest)
+            output, _ = trainer.forward(DecodedWork(_microbatch(number), 1, entry, batch, purpose))
+            if purpose == "train" and number % 2:
+                for kept in (number - 1, number):
+                    trainer.backward(ForwardKey(_microbatch(kept), 1), torch.ones_like(output))
+                    trainer.take_due_steps()
+            compiler.wait(COMPILE_S)
+    compiler.close()
+    return len(frames)
+
+
 def held_bytes() -> int:
     """Returns the bytes of all tensors that Python holds, each storage once."""
     gc.collect()
@@ -276,4 +309,5 @@ def figures() -> Mapping[str, float]:
         "bytes_moved_per_parameter": one.total(lambda job: job.weight_bytes) / one.parameters,
         # What is padding or belongs to vectors is a thousandth here, and less in larger layers.
         "bytes_kept_per_parameter": round(one.kept_bytes / one.trained, 1),
+        "compiled_frames": count_frames(count_manifest(2, optimizer={"target_tokens": 1})),
     }
