@@ -36,6 +36,7 @@ from agora.train.weight_versions import DecodedWork
 COMPILE_S: Final = 60.0  # within which a layer must be compiled, without code generation
 WARM_UP: Final = 2  # microbatches that are not counted: rotations are drawn, graphs are measured, versions made
 MODEL: Final = {"width": 256, "subspace": 128, "heads": 4, "key_value_heads": 2, "feed_forward": 704, "context": 32}
+STEP_TOKENS: Final = 2 * MODEL["context"]  # of a step of one microbatch
 # Operations that start no kernel: they view or allocate, or read one value, which waits for all kernels.
 NO_KERNEL: Final = (
     "_unsafe_view",
@@ -309,5 +310,5 @@ def figures() -> Mapping[str, float]:
         "bytes_moved_per_parameter": one.total(lambda job: job.weight_bytes) / one.parameters,
         # What is padding or belongs to vectors is a thousandth here, and less in larger layers.
         "bytes_kept_per_parameter": round(one.kept_bytes / one.trained, 1),
-        "compiled_frames": count_frames(count_manifest(2, optimizer={"target_tokens": 1})),
+        "compiled_frames": count_frames(count_manifest(2, optimizer={"target_tokens": STEP_TOKENS})),
     }

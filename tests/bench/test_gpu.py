@@ -20,7 +20,8 @@ def test_every_part_measures_and_the_counts_are_the_contracts_ratios() -> None:
     assert not [row for row in report.rows if str(row["what"]).startswith("failed")]
     assert {row["part"] for row in report.rows} == set(parts)
     assert all(isinstance(row["value"], (int, float)) for row in report.rows)
-    assert all(row["value"] > 0 for row in report.rows if row["part"] != "oom"), "there nothing is to be lost"
+    may_be_nothing = [row for row in report.rows if row["part"] == "oom" or row["what"] == "syncs_per_job"]
+    assert all(row["value"] > 0 for row in report.rows if row not in may_be_nothing)
     counted = {"syncs_per_job", "copies_per_hop", "kernels_per_layer_eager"}
     counted |= {"bytes_moved_per_parameter", "bytes_kept_per_parameter", "compiled_frames", "peak_vs_plan"}
     assert counted <= report.ratios.keys() <= TARGETS.keys()

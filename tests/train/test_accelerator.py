@@ -454,7 +454,7 @@ class Middle:
         manifest = manifest_of_three()
         self._codec = BoundaryCodec(manifest.boundary.codec, manifest.seed)
         random = torch.Generator().manual_seed(3)
-        self._entry, self._gradient = (torch.randn(manifest.boundary_shape(), generator=random) for _ in range(2))
+        self._entry, self.gradient = (torch.randn(manifest.boundary_shape(), generator=random) for _ in range(2))
         self._tokens = tokens_of(batches_for(manifest, 1)[0][0])
 
     async def forward(self, number: int) -> bytes:
@@ -464,7 +464,7 @@ class Middle:
 
     async def backward(self, number: int) -> bytes:
         name = microbatch_id(number)
-        gradient = self._codec.encode(self._gradient, "backward", gradient_dither_key(name, 2))
+        gradient = self._codec.encode(self.gradient, "backward", gradient_dither_key(name, 2))
         result = await self.worker.backward(ForwardKey(name, 1), gradient)
         assert result.gradient is not None and result.busy_s > 0.0
         return bytes(result.gradient.data)
@@ -578,11 +578,11 @@ def test_a_gradient_that_turns_out_implausible_late_is_refused_and_may_be_sent_a
         expected = [await middle.forward(0), await middle.backward(0)]
         before = middle.worker.trainer.stages[1].gradient_sum.flat.clone()
         assert await middle.forward(0) == expected[0]
-        sound, middle._gradient = middle._gradient, middle._gradient * 1e9
+        sound, middle.gradient = middle.gradient, middle.gradient * 1e9
         with pytest.raises(Exception, match="plausible"):
             await middle.backward(0)
         assert torch.equal(middle.worker.trainer.stages[1].gradient_sum.flat, before)
-        middle._gradient = sound
+        middle.gradient = sound
         assert await middle.backward(0) == expected[1]
         assert middle.counted == (True, 64, 2)
 
