@@ -135,6 +135,11 @@ class Situation:
     def is_share_closed(self) -> bool:
         return self.view.counts.open_step > self.step
 
+    @property
+    def all_shares_closed(self) -> bool:
+        others = [last.direct.open_step for peer, last in self.live.items() if peer in self.members]
+        return self.is_share_closed and all(open_step > self.step for open_step in others)
+
 
 def decide(situation: Situation) -> Decision:
     """Returns the decision of the first rule that applies, with its reason, which `swarm status` prints.

@@ -161,7 +161,8 @@ class StepPacing:
     believed_rates: Mapping[PeerId, float] = field(default_factory=dict)  # the rates of all replicas as far as believed
     _are_rates_known: bool = False  # of most replicas
     _open: tuple[int, float] = (-1, -math.inf)  # the open step, and since when it is open
-    _closed_at: float | None = None
+    _closed_at: float | None = None  # when this replica closed the share whose mean it awaits
+    _all_closed_at: float | None = None  # when all other replicas had closed theirs as well
     _steps: int = 0
     _wait_again_at_step: int = 0  # the step from which origins wait for means
     _skipped_waits: int = 0  # steps without a wait after the last mean that came too late, halved by each in time
@@ -252,12 +253,18 @@ class StepPacing:
         """Records that this replica closed a share now, unless an earlier one still awaits its mean."""
         self._closed_at = now if self._closed_at is None else self._closed_at
 
+    def on_all_shares_closed(self, now: float) -> None:
+        """Records that all replicas have closed their shares of the step: from `now` on only the mean is awaited."""
+        self._all_closed_at = now if self._all_closed_at is None else self._all_closed_at
+
     def should_origins_wait(self, now: float) -> bool:
         """Returns whether origins should wait for the mean of the share that was closed last, or that is closed next.
 
         Waiting origins open no more than the open share lacks and, where weights are predicted, tokens_ahead tokens of
         the next one. They wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. If one mean comes later
-        than that, they skip the next wait; if means stay late, the next 2, 4, 8 ... MAX_SKIPPED_WAITS.
+        than that after all replicas have closed their shares, they skip the next wait; if means stay late, the next 2,
+        4, 8 ... MAX_SKIPPED_WAITS. That another replica counts longer makes no mean late: this one then has too small a
+        quota, and would keep it with the few microbatches that it may have in flight where it does not wait.
         """
         may_wait = self._steps >= self._wait_again_at_step
         return may_wait and (self._closed_at is None or now - self._closed_at < self._max_wait_s)
@@ -275,12 +282,13 @@ class StepPacing:
         waited = self._steps >= self._wait_again_at_step
         self._steps += 1
         if self._closed_at is not None and waited:
-            if now - self._closed_at > self._max_wait_s:
+            since = self._closed_at if self._all_closed_at is None else max(self._closed_at, self._all_closed_at)
+            if now - since > self._max_wait_s:
                 self._skipped_waits = min(max(1, 2 * self._skipped_waits), MAX_SKIPPED_WAITS)
                 self._wait_again_at_step = self._steps + self._skipped_waits
             else:
                 self._skipped_waits //= 2
-        self._closed_at = None
+        self._closed_at = self._all_closed_at = None
         if self._stepped_at is not None:
             self.step_s = self.step_s.with_sample(now - self._stepped_at)
         self._stepped_at = now

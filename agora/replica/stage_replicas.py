@@ -235,6 +235,8 @@ class StageReplicas:
         view = self._look(membership, now)
         self._compare_means(membership)
         situation = Situation.of(view, now, self._settings)
+        if situation.all_shares_closed:
+            self.pacing.on_all_shares_closed(now)
         # Without work ahead of the mean, what is in progress here still belongs to the share.
         device_closes_share = not self._origins_wait() or self._tokens_ahead() > 0
         instructions = step_instructions(situation, device_closes_share=device_closes_share)
