@@ -31,9 +31,10 @@ from agora.replica.divergence import Electorate, SharedHistory, replicas_to_fetc
 from agora.replica.fragment_syncs import FragmentSyncs
 from agora.replica.gossip import INTERVAL_S, SYNCHRONOUS_INTERVAL_S, StepGossip, SwarmQueries
 from agora.replica.gradient_steps import GradientSteps
+from agora.replica.mean_comparison import MeanComparison
 from agora.replica.pacing import BatchSizeCorrection, StepPacing
 from agora.replica.round_contexts import RoundContexts
-from agora.replica.shard_codec import RoundConfig, Shard, ShardCodec
+from agora.replica.shard_codec import RoundConfig, ShardCodec
 from agora.replica.stage_view import (
     KnownReplicas,
     Membership,
@@ -97,7 +98,6 @@ class StageReplicas:
         self._worker = worker
         self._report = report
         self._report_violation = report_violation
-        self._averaging = manifest.averaging
         self._settings = StepSettings.from_manifest(live.at(worker.progress_of(stage).open_step))
         self._start_step = step = worker.step_of(stage)
         self._sync_schedule = worker.progress_of(stage).sync_schedule
@@ -111,9 +111,6 @@ class StageReplicas:
         self._fetch = fetch_state
         self._shared_histories: Mapping[PeerId, SharedHistory] = {}
         self._joined_history_at_step = step  # see Electorate
-        # By replica: from which step its means are compared with this one's again, and the steps of the next pause.
-        self._next_comparison: dict[PeerId, tuple[int, int]] = {}
-        self._comparison: asyncio.Task[None] | None = None
         self._is_leaving = False
         self._task: asyncio.Task[None] | None = None  # the latest step, fetch or catch-up
         self.reason = ""  # of the latest decision
@@ -158,9 +155,11 @@ class StageReplicas:
             report,
             report_violation,
         )
+        every = manifest.averaging.every
+        self._mean_comparison = MeanComparison(stage, every, self.all_reduce.kept_means, report)
         self._fragment_syncs = FragmentSyncs(
             stage,
-            self._averaging.every,
+            every,
             lambda: SyncChangeRule.of_run(live).most_fragments,
             worker,
             self.all_reduce,
@@ -233,7 +232,7 @@ class StageReplicas:
         self._settings = StepSettings.from_manifest(self._live_manifest.at(self._progress().open_step))
         membership = self.gossip.membership()
         view = self._look(membership, now)
-        self._compare_means(membership)
+        self._mean_comparison.compare_if_different(self._progress(), membership)
         situation = Situation.of(view, now, self._settings)
         if situation.all_shares_closed:
             self.pacing.on_all_shares_closed(now)
@@ -342,36 +341,6 @@ class StageReplicas:
         away_s = max(AWAY_S, AWAY_STEPS * (self.pacing.expected_s or 0.0))
         is_away = time_with_suspend() - self._level_step.at > away_s
         return None if is_away and not voters else voters
-
-    def _compare_means(self, membership: Membership) -> None:
-        # Replicas whose histories differ have applied other means: perhaps one reducer has sent them different ones.
-        if self._comparison is not None and not self._comparison.done():
-            return
-        history = self._progress().history
-        for peer, progress in membership.listed_live.items():
-            step, their_hash = progress.direct.agreed_step, progress.direct.history_hash
-            differs = their_hash and history.get(step, 0) not in (0, their_hash)
-            next_step, pause = self._next_comparison.get(peer, (1, 1))
-            if differs and step >= next_step:
-                # Each comparison transfers the bytes of a few rounds; the doubling pause keeps a peer that reports a
-                # new history at every step from costing more.
-                self._next_comparison = {
-                    each: at for each, at in self._next_comparison.items() if each in membership.known
-                }
-                self._next_comparison[peer] = step + pause, 2 * pause
-                work = self._expose_equivocation(peer, step)
-                self._comparison = start_reported(work, self._report, "comparison of means")
-                return
-
-    async def _expose_equivocation(self, peer: PeerId, step: int) -> None:
-        sync_schedule, every = self._progress().sync_schedule, self._averaging.every
-        if sync_schedule.is_inner(step - 1):
-            rounds = [Shard(self._stage, "fragment", step // every, 0, sync_schedule.fragments_at(step - 1))]
-        else:
-            rounds = [Shard(self._stage, "gradient", number, 0) for number in range(max(step - 3, 0), step)]
-        for first in rounds:
-            if await self.all_reduce.kept_means.expose_equivocation(peer, first):
-                return
 
     def _perform(self, action: Action, step: int) -> None:
         stage = self._stage
@@ -489,9 +458,9 @@ class StageReplicas:
         try:
             await self.gossip.run()
         finally:
-            tasks = [task for task in (self._task, self._comparison) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.gather(self._task, return_exceptions=True)
+            await self._mean_comparison.stop()
             await self._fragment_syncs.stop()
             await self.all_reduce.close()
