@@ -54,6 +54,7 @@ from agora.replica.trust import (
     StepPace,
     highest_plausible_step,
 )
+from agora.replica.work_before_mean import WorkBeforeMean
 from agora.swarm.peer_score import ReportViolation, Violation
 from agora.train.stage import StageProgress
 
@@ -191,7 +192,7 @@ class StageReplicas:
     def on_microbatch_finished(self, in_progress: int) -> None:
         """Called when a training microbatch has left. in_progress: how many are still in progress at this peer."""
         self._in_progress = in_progress
-        if self._origins_wait() and self.counts().tokens >= self.pacing.quota_now:
+        if (work := self.work_before_mean()) is not None and work.counts.tokens >= work.quota:
             self.consider()
 
     def on_stepped(self, step: int, tokens: int) -> None:
@@ -236,9 +237,7 @@ class StageReplicas:
         situation = Situation.of(view, now, self._settings)
         if situation.all_shares_closed:
             self.pacing.on_all_shares_closed(now)
-        # Without work ahead of the mean, what is in progress here still belongs to the share.
-        device_closes_share = not self._origins_wait() or self._tokens_ahead() > 0
-        instructions = step_instructions(situation, device_closes_share=device_closes_share)
+        instructions = step_instructions(situation, device_closes_share=not self._drains())
         self._worker.set_step_instructions(self._stage, instructions)
         action, self.reason = decide(situation)
         self._perform(action, view.counts.step)
@@ -327,7 +326,7 @@ class StageReplicas:
             behind_since=behind_since if behind_at == own.step < self._leading_step else None,
             diverged_from=replicas_to_fetch_from(progress.history, electorate, is_torn=progress.is_torn),
             voters=self._find_voters(electorate, own.agreed_step),
-            in_progress=self._in_progress if self._origins_wait() and not self._tokens_ahead() else 0,
+            in_progress=self._in_progress if self._drains() else 0,
         )
 
     def _present_end(self, live: KnownReplicas) -> int:
@@ -409,23 +408,17 @@ class StageReplicas:
             live = cap_reported_tokens(live, own, self.pacing.shares)
         return max(0, self._settings.target_tokens - own.tokens - count_tokens(live, own.open_step))
 
-    def must_hold_next(self, in_progress: int) -> bool:
-        """Returns whether the next microbatch must wait for the mean of a closed share.
-
-        in_progress: training microbatches that are already at work here.
-        """
-        own = self.counts()
-        if own.open_step == own.step or not self._origins_wait():
-            return False
-        return own.tokens + in_progress * self.pacing.microbatch_tokens >= self._tokens_ahead()
-
-    def max_tokens_in_flight_before_mean(self) -> int | None:
-        """Returns how many tokens origins may have in flight; at 0 or less they wait for a mean. None: no limit."""
-        own = self.counts()
-        if not self._origins_wait():
+    def work_before_mean(self) -> WorkBeforeMean | None:
+        """Returns what may begin before the mean that is awaited or comes next; None where nothing waits for means."""
+        if self._settings.synchronous or self._takes_inner_step_now() or not self.pacing.quota_now:
             return None
-        lacking = -own.tokens if own.open_step > own.step else self.pacing.quota_now - own.tokens
-        return lacking + self._tokens_ahead()
+        if not self.pacing.should_origins_wait(loop_time()):
+            return None
+        return WorkBeforeMean(self.counts(), self.pacing.quota_now, self._tokens_ahead(), self.pacing.microbatch_tokens)
+
+    def _drains(self) -> bool:
+        work = self.work_before_mean()
+        return work is not None and work.drains
 
     def _tokens_ahead(self) -> int:
         # At weights that are not predicted it would cost too much loss (docs/notes/averaging.md).
@@ -435,11 +428,6 @@ class StageReplicas:
         # may be in flight where means come late.
         staleness = self._live_manifest.at(self._progress().open_step).schedule.staleness
         return self.pacing.tokens_ahead(min(1.0, PREDICTED_FACTOR * staleness))
-
-    def _origins_wait(self) -> bool:
-        if self._settings.synchronous or self._takes_inner_step_now():
-            return False
-        return self.pacing.quota_now > 0 and self.pacing.should_origins_wait(loop_time())
 
     def agreement(self) -> str:
         """Returns in words how the stage agrees with its replicas now: by gradients or by fragments, and why."""

@@ -21,6 +21,7 @@ from agora.replica.rounds import RoundResult
 from agora.replica.shard_codec import INT8_ROUNDS, Shard
 from agora.replica.span_replicas import LEADING_STEP_INTERVAL_S
 from agora.replica.stage_view import GONE_AFTER_S, SILENCE_TIMEOUT_S
+from agora.replica.work_before_mean import WorkBeforeMean
 from tests.replica.group_world import GroupPeer, GroupWorld
 from tests.virtual_time import run
 
@@ -128,17 +129,23 @@ def test_where_weights_are_predicted_a_quarter_of_a_share_begins_before_the_mean
             first = world.all[0]
             replicas = first.group.stages[0]
             pacing = replicas.pacing
+
+            def work() -> WorkBeforeMean:
+                found = replicas.work_before_mean()
+                assert found is not None
+                return found
+
             await asyncio.sleep(10.0)
             while first.stage.share is None:
                 await asyncio.sleep(0.01)
             allowed = pacing.tokens_ahead(0.25) if predicts else 0
-            assert replicas.max_tokens_in_flight_before_mean() == allowed - first.stage.tokens
+            assert work().tokens_in_flight == allowed - first.stage.tokens
             in_progress = max(0, math.ceil((allowed - first.stage.tokens) / pacing.microbatch_tokens))
-            assert replicas.must_hold_next(in_progress)
-            assert not in_progress or not replicas.must_hold_next(in_progress - 1)
+            assert work().must_hold_next(in_progress)
+            assert not in_progress or not work().must_hold_next(in_progress - 1)
             while first.stage.share is not None:
                 await asyncio.sleep(0.01)
-            assert not replicas.must_hold_next(100), "no mean is awaited"
+            assert not work().must_hold_next(100), "no mean is awaited"
             await asyncio.sleep(20.0)
             await at_one_step(*world.all)
             assert_equal_bits(*world.all)

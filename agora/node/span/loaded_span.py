@@ -81,15 +81,12 @@ class LoadedSpan:
         self._device_remark = unused_gpus_remark() if context.settings.device == "auto" else ""
         if self._device_remark:
             context.report_event(events.OwnerTold(self._device_remark))
-        stages = self.replicas.stages
         self._is_synchronous = manifest.schedule.kind == "synchronous"
         self._barrier: StepBarrier | MeanBarrier
         if self._is_synchronous:
             self._barrier = StepBarrier(worker.span, worker.step_of)
         else:
-            self._barrier = MeanBarrier(
-                worker.span, lambda number: stages[number].must_hold_next(self.hop.training_count)
-            )
+            self._barrier = MeanBarrier(worker.span, self._must_hold_next)
         self.hop = Hop(
             worker,
             local_peer.router,
@@ -189,6 +186,10 @@ class LoadedSpan:
         live = self._local_peer.live
         name = live.at(self.worker.progress_of(0).open_step).boundary.codec
         return "" if name == live.core.boundary.codec else name
+
+    def _must_hold_next(self, stage: int) -> bool:
+        work = self.replicas.stages[stage].work_before_mean()
+        return work is not None and work.must_hold_next(self.hop.training_count)
 
     @property
     def span(self) -> Span:

@@ -57,8 +57,8 @@ class SendInputsGatherer:
 
     def _gather_asynchronous(self, has_enough: bool) -> SendInputs:
         latency_s = self._hop.latency_s()
-        if (lacking_tokens := self._first_stage.max_tokens_in_flight_before_mean()) is not None:
-            max_open_before_mean = math.ceil(lacking_tokens / self._tokens_per_microbatch())
+        if (work := self._first_stage.work_before_mean()) is not None:
+            max_open_before_mean = math.ceil(work.tokens_in_flight / self._tokens_per_microbatch())
             return SendInputs(has_enough, None, latency_s, max_open_before_mean=max_open_before_mean)
         position, count = self._position_among_origins()
         staleness = flow_control.staleness_ceiling(
