@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
@@ -48,37 +48,43 @@ class TokenRate:
 
 @dataclass(frozen=True, slots=True)
 class RateMeter:
-    """Measures how fast a replica counts tokens while it may, from its counts at some times; `rate` so far.
+    """Measures how fast a replica counts tokens while its share of a step is open, from its counts at some times.
 
-    Where its share is closed and it awaits the mean, the time in which it counts nothing is not measured. Else a
-    replica with a small quota would wait for most of each step, count little in that time, and be given a small quota
-    again.
+    A replica whose share is closed may be held until the mean is there. If that time were measured, one with a small
+    quota would wait for most of each step, count little in it, and be given a small quota again. So what it counts
+    with a closed share is measured only if it closes the next one as well before the mean comes: then nothing held it.
     """
 
     rate: TokenRate = field(default_factory=TokenRate)
     tokens_counted: int = 0  # at the last count
     counted_at: float = -math.inf  # when that was, -inf before the first count
-    measured_until: float = -math.inf  # `counted_at`, or earlier if it has awaited a mean since
-    awaits_mean: bool = False  # at the last count
+    open_step: int = 0  # at the last count
+    awaits_mean: bool = False  # at the last count: whether a share was closed whose mean was not there yet
+    # Tokens and seconds with closed shares since the last one was closed, not measured yet.
+    held_back_tokens: int = 0
+    held_back_s: float = 0.0
 
     @property
     def per_second(self) -> float | None:
         return self.rate.per_second
 
-    def after(self, now: float, tokens_counted: int, *, awaits_mean: bool) -> RateMeter:
+    def after(self, now: float, tokens_counted: int, *, step: int, open_step: int) -> RateMeter:
         """Returns the meter after a count of all its tokens; the rate is unknown again if these have become fewer.
 
-        awaits_mean: whether its share is closed and the mean is not there yet.
+        step, open_step: see ReplicaCounts.
         """
-        counted = tokens_counted - self.tokens_counted
-        if counted < 0 or self.counted_at == -math.inf:
-            return RateMeter(TokenRate(), tokens_counted, now, now, awaits_mean)
-        if self.awaits_mean and not counted:
-            until = self.measured_until if awaits_mean else now
-            return RateMeter(self.rate, tokens_counted, now, until, awaits_mean)
-        # Tokens of the next share that it has counted meanwhile: the wait may have ended soon after the last count.
-        since = self.measured_until if awaits_mean else self.counted_at
-        return RateMeter(self.rate.after(counted, now - since), tokens_counted, now, now, awaits_mean)
+        counted, seconds = tokens_counted - self.tokens_counted, now - self.counted_at
+        after = RateMeter(self.rate, tokens_counted, now, open_step, open_step > step)
+        if counted < 0 or seconds == math.inf:
+            return replace(after, rate=TokenRate())
+        if not self.awaits_mean:
+            return replace(after, rate=self.rate.after(counted, seconds))
+        tokens, held_back_s = self.held_back_tokens + counted, self.held_back_s + seconds
+        if open_step > self.open_step:
+            return replace(after, rate=self.rate.after(tokens, held_back_s))
+        if after.awaits_mean:
+            return replace(after, held_back_tokens=tokens, held_back_s=held_back_s)
+        return after
 
 
 def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, microbatch_tokens: int) -> int:
@@ -174,14 +180,15 @@ class StepPacing:
         if target != self.batch_size.target:
             self.batch_size = BatchSizeCorrection(target).after_step(target + self.batch_size.surplus)
 
-    def measure(self, now: float, tokens_counted: int, open_step: int, *, awaits_mean: bool = False) -> None:
+    def measure(self, now: float, tokens_counted: int, *, step: int, open_step: int) -> None:
         """Updates this replica's `meter`, and since when its share is open.
 
-        tokens_counted: all tokens that this replica has counted since it started. open_step: for whose share it counts.
+        tokens_counted: all tokens that this replica has counted since it started. step: steps that it has taken.
+        open_step: for whose share it counts.
         """
         if open_step != self._open[0]:
             self._open = open_step, now
-        self.meter = self.meter.after(now, tokens_counted, awaits_mean=awaits_mean)
+        self.meter = self.meter.after(now, tokens_counted, step=step, open_step=open_step)
 
     def update_quota(self, me: PeerId, others: Mapping[PeerId, float | None]) -> int:
         """Returns the tokens at which this replica closes its open share, by all rates; sets what follows from them.

@@ -289,7 +289,7 @@ class StageReplicas:
 
     def _update_quota(self, own: ReplicaCounts, membership: Membership, now: float) -> int:
         self.pacing.set_target(self._settings.target_tokens)
-        self.pacing.measure(now, own.tokens_counted, own.open_step, awaits_mean=own.open_step > own.step)
+        self.pacing.measure(now, own.tokens_counted, step=own.step, open_step=own.open_step)
         rates = {peer: last.direct.meter.per_second for peer, last in membership.live.items()}
         return self.pacing.update_quota(self._me, rates)
 

@@ -103,14 +103,13 @@ class DirectReport:
     def after_report(self, counts: ReplicaCounts, now: float) -> DirectReport:
         """Returns the replica's next report, with `counts` at time `now`."""
         open_since = self.open_since if counts.open_step == self.open_step else now
-        awaits_mean = counts.open_step > counts.step
         return DirectReport(
             counts.step,
             counts.open_step,
             counts.tokens_counted,
             at=now,
             open_since=open_since,
-            meter=self.meter.after(now, counts.tokens_counted, awaits_mean=awaits_mean),
+            meter=self.meter.after(now, counts.tokens_counted, step=counts.step, open_step=counts.open_step),
             agreed_step=counts.agreed_step,
             history_hash=counts.history_hash,
             start_step=counts.start_step,

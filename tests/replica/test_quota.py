@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from agora_protocol.ids import PeerId
 
 from agora.replica.pacing import (
     ASSUMED_STEP_S,
@@ -121,19 +122,20 @@ def test_origins_wait_for_a_mean_that_comes_within_half_a_step_and_for_half_a_st
 
 def test_a_share_is_on_its_way_since_it_was_opened_and_a_larger_step_takes_longer() -> None:
     meter = StepPacing(100, BatchSizeCorrection(1000))
-    meter.measure(10.0, 0, 3)
+    meter.measure(10.0, 0, step=3, open_step=3)
     assert meter.open_fraction(10.0 + ASSUMED_STEP_S) == 1.0, "no rate is known yet"
     for tick in range(1, 21):
-        meter.measure(10.0 + 0.1 * tick, 10 * tick, 3)
+        meter.measure(10.0 + 0.1 * tick, 10 * tick, step=3, open_step=3)
     meter.update_quota(ME, {OTHER: None})
     assert meter.open_fraction(12.0) == pytest.approx(2.0 / (1000 / 200)), "an unknown rate counts as the median"
     meter.record_step(500)
     assert meter.open_fraction(12.0) == pytest.approx(2.0 / (1500 / 200))
-    meter.measure(12.0, 200, 4)
+    meter.measure(12.0, 200, step=3, open_step=4)
     assert meter.open_fraction(12.0) == 0.0
 
 
-def test_replicas_that_wait_for_means_are_measured_by_what_they_count_and_not_by_how_long_they_wait() -> None:
+@pytest.mark.parametrize("ahead", [0, 10], ids=["nothing ahead", "a microbatch ahead"])
+def test_replicas_that_wait_for_means_are_measured_by_what_they_count_and_not_by_how_long_they_wait(ahead: int) -> None:
     """Else whoever once had a small quota, as after a slow start, would wait for the rest of each step and keep it."""
     target, unit, device_rate, tick_s = 1600, 10, 100.0, 0.05
     meters = {peer: StepPacing(unit, BatchSizeCorrection(target)) for peer in (ME, OTHER)}
@@ -142,25 +144,51 @@ def test_replicas_that_wait_for_means_are_measured_by_what_they_count_and_not_by
     first_rates = {ME: 10.0, OTHER: 110.0}
     quotas = {peer: own_quota(first_rates, peer, target, unit) for peer in meters}
     for peer, rate in first_rates.items():
-        meters[peer].meter = RateMeter(TokenRate().after(int(10 * rate), 10.0), counted_at=0.0, measured_until=0.0)
+        meters[peer].meter = RateMeter(TokenRate().after(int(10 * rate), 10.0), counted_at=0.0)
         reports[peer] = replace(reports[peer], meter=meters[peer].meter)
     assert quotas[ME] < 0.1 * quotas[OTHER]
+
+    def count(peer: PeerId, step: int, open_step: int) -> None:
+        meters[peer].measure(now, int(counted[peer]), step=step, open_step=open_step)
+        counts = ReplicaCounts(step, open_step, int(tokens[peer]), int(counted[peer]))
+        reports[peer] = reports[peer].after_report(counts, now)
+
     while step < 10:
         now += tick_s
         closed = {peer: tokens[peer] >= quotas[peer] for peer in meters}
         if all(closed.values()):
-            step, tokens, closed = step + 1, dict.fromkeys(meters, 0.0), dict.fromkeys(meters, False)
-        for peer, meter in meters.items():
+            step, tokens, closed = step + 1, dict.fromkeys(meters, float(ahead)), dict.fromkeys(meters, False)
+            counted = {peer: tokens + ahead for peer, tokens in counted.items()}  # at the end of the wait
+            for peer in meters:  # which the replica tells before it tells of the mean
+                count(peer, step - 1, step)
+        for peer in meters:
             if not closed[peer]:  # the devices are equal; who has closed its share is held until the mean is there
                 tokens[peer] += device_rate * tick_s
                 counted[peer] += device_rate * tick_s
-            open_step = step + closed[peer]
-            meter.measure(now, int(counted[peer]), open_step, awaits_mean=closed[peer])
-            counts = ReplicaCounts(step, open_step, int(tokens[peer]), int(counted[peer]))
-            reports[peer] = reports[peer].after_report(counts, now)
+            count(peer, step, step + closed[peer])
         for peer, other in ((ME, OTHER), (OTHER, ME)):
             quotas[peer] = meters[peer].update_quota(peer, {other: reports[other].meter.per_second})
     assert min(quotas.values()) > 0.45 * target
+
+
+def test_a_replica_that_closes_share_after_share_before_a_mean_comes_is_measured_all_the_same() -> None:
+    meter = RateMeter()
+    for tick in range(200):
+        meter = meter.after(0.1 * tick, 10 * tick, step=tick // 10, open_step=tick // 10 + 1)
+    assert meter.per_second == pytest.approx(100.0)
+    for tick in range(200, 600):  # its device has become half as fast
+        meter = meter.after(0.1 * tick, 1000 + 5 * tick, step=tick // 10, open_step=tick // 10 + 1)
+    assert meter.per_second == pytest.approx(50.0, rel=0.05)
+
+
+def test_that_another_replica_counts_longer_makes_no_mean_late() -> None:
+    """Else one with a small quota would not wait, have few microbatches in flight, count slowly, and keep it."""
+    meter = paced(mean_s=1.0)
+    for number in range(20, 30):
+        meter.on_share_closed(10.0 * number)
+        meter.on_all_shares_closed(10.0 * number + 8.0)
+        assert meter.should_origins_wait(10.0 * number + 0.1)
+        meter.on_stepped(10.0 * number + 9.0)
 
 
 def test_one_mean_that_comes_late_costs_one_wait() -> None:
