@@ -210,6 +210,14 @@ def test_a_replica_closes_its_share_a_while_after_another_one_has() -> None:
     assert next_action(NOW + MAX_CLOSE_AFTER_S, slow, heard, SYNCHRONOUS)[0] == Action("wait")
 
 
+def test_a_replica_from_which_nothing_is_expected_closes_its_share_with_the_first_other() -> None:
+    own = StageView(at(5, 10), quota=0, step_s=4.0)
+    open_yet = others((A, 5, 300), (B, 5, 300))
+    closed = Others(merge_gossip(open_yet.known, [(A, 5, 6, 10, 410, 5, 0, 0, 0, 0)], A, ME, NOW), (A, B))
+    assert next_action(NOW, own, open_yet, ALL_REDUCES)[0] == Action("wait")
+    assert next_action(NOW, own, closed, ALL_REDUCES)[0] == Action("step together", 5)
+
+
 def test_one_replica_alone_closes_no_share_that_has_just_been_opened() -> None:
     """Whatever it says of itself: it would shorten every step."""
     one = merge_gossip(others((A, 5, 0), (B, 5, 0), (C, 5, 0)).known, [(A, 5, 7, 0, 9, 5, 0, 0, 0, 0)], A, ME, NOW)

@@ -106,6 +106,24 @@ def test_a_stage_takes_exactly_the_steps_of_the_run_whatever_is_still_sent(rates
     run(main())
 
 
+def test_a_replica_too_slow_for_a_microbatch_of_each_step_keeps_nobody_waiting() -> None:
+    async def steps_in_half_a_minute(rates: list[float]) -> int:
+        async with GroupWorld(rates, target=4096, **ALL_REDUCES) as world:
+            await asyncio.sleep(20.0)
+            before = world.all[0].stage.step
+            await asyncio.sleep(30.0)
+            await at_one_step(*world.all)
+            assert_equal_bits(*world.all)
+            assert len(rates) < 5 or world.all[4].group.stages[0].pacing.quota_now == 0
+            return world.all[0].stage.step - before
+
+    async def main() -> None:
+        without = await steps_in_half_a_minute([4000.0] * 4)
+        assert await steps_in_half_a_minute([*([4000.0] * 4), 40.0]) >= 0.95 * without
+
+    run(main())
+
+
 @pytest.mark.parametrize("sections", [ALL_REDUCES, INNER_STEPS], ids=["exact", "inner"])
 def test_replicas_that_would_stop_step_with_one_that_goes_on(sections: Any) -> None:
     async def main() -> None:
