@@ -53,6 +53,7 @@ class RateMeter:
     A replica whose share is closed may be held until the mean is there. If that time were measured, one with a small
     quota would wait for most of each step, count little in it, and be given a small quota again. So what it counts
     with a closed share is measured only if it closes the next one as well before the mean comes: then nothing held it.
+    Nor is the time before its first tokens measured, in which it may have waited for others to begin.
     """
 
     rate: TokenRate = field(default_factory=TokenRate)
@@ -76,6 +77,8 @@ class RateMeter:
         counted, seconds = tokens_counted - self.tokens_counted, now - self.counted_at
         after = RateMeter(self.rate, tokens_counted, now, open_step, open_step > step)
         if counted < 0 or seconds == math.inf:
+            return replace(after, rate=TokenRate())
+        if counted and not self.tokens_counted:
             return replace(after, rate=TokenRate())
         if not self.awaits_mean:
             return replace(after, rate=self.rate.after(counted, seconds))

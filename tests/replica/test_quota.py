@@ -181,6 +181,14 @@ def test_a_replica_that_closes_share_after_share_before_a_mean_comes_is_measured
     assert meter.per_second == pytest.approx(50.0, rel=0.05)
 
 
+def test_the_time_before_the_first_tokens_is_not_measured() -> None:
+    meter = RateMeter().after(0.0, 0, step=0, open_step=0).after(30.0, 0, step=0, open_step=0)
+    assert meter.per_second == 0.0, "nothing is expected of it until then"
+    meter = meter.after(30.5, 100, step=0, open_step=0)
+    assert meter.per_second is None
+    assert meter.after(32.5, 300, step=0, open_step=0).per_second == pytest.approx(100.0)
+
+
 def test_that_another_replica_counts_longer_makes_no_mean_late() -> None:
     """Else one with a small quota would not wait, have few microbatches in flight, count slowly, and keep it."""
     meter = paced(mean_s=1.0)
