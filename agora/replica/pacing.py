@@ -16,6 +16,7 @@ from agora.replica.trust import believed_rates, believed_step_tokens
 RATE_DECAY_S: Final = 10.0  # seconds after which a counted token weighs 1/e of one counted now
 # Seconds of measurement, older ones decayed, from which a replica's rate counts as known: after about a second.
 MIN_MEASURED_S: Final = 0.9
+SPARE_AHEAD: Final = 2  # microbatches of the next share that are under way when the mean comes, see tokens_ahead
 MAX_MEAN_WAIT_FRACTION: Final = 0.5  # largest fraction of a step for which origins wait for a mean gradient
 # Seconds that a step is assumed to take, for MAX_MEAN_WAIT_FRACTION, while the rate of a replica is unknown.
 ASSUMED_STEP_S: Final = 2.0
@@ -150,6 +151,7 @@ class StepPacing:
     batch_size: from which the tokens of the next step follow.
     meter: how fast this replica counts tokens.
     step_s: average duration of a step.
+    mean_wait_s: average time from the closing of this replica's share to the step.
     now (an argument of the methods): seconds, always on the same clock.
     """
 
@@ -157,6 +159,7 @@ class StepPacing:
     batch_size: BatchSizeCorrection
     meter: RateMeter = field(default_factory=RateMeter)
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
+    mean_wait_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
     # Tokens at which this replica closes its share of the present step; 0 without another replica, or where this one is
     # far slower than the others.
     quota_now: int = 0
@@ -227,12 +230,18 @@ class StepPacing:
         step_s = self.batch_size.next_target / self.total_rate if self.total_rate else ASSUMED_STEP_S
         return (now - self._open[1]) / step_s
 
-    def tokens_ahead(self, fraction: float) -> int:
+    def tokens_ahead(self, most: float) -> int:
         """Returns how many tokens of the next share may begin before the awaited mean is applied.
 
-        They keep the devices busy meanwhile: `fraction` of this replica's quota, in whole microbatches, at least one.
+        They keep the devices busy meanwhile: what this replica counts until the mean usually comes, and SPARE_AHEAD
+        microbatches, which are on their way; in whole microbatches, at least one, at most the fraction `most` of its
+        quota.
         """
-        return max(1, round(fraction * self.quota_now / self.microbatch_tokens)) * self.microbatch_tokens
+        ceiling = round(most * self.quota_now / self.microbatch_tokens)
+        rate, wait_s = self.meter.per_second, self.mean_wait_s.value
+        if rate is not None and wait_s is not None:
+            ceiling = min(ceiling, math.ceil(rate * wait_s / self.microbatch_tokens) + SPARE_AHEAD)
+        return max(1, ceiling) * self.microbatch_tokens
 
     def record_step(self, tokens: float) -> None:
         """Corrects `batch_size` by the tokens that an all-reduced step had beyond the target, or lacked."""
@@ -291,6 +300,8 @@ class StepPacing:
         """
         waited = self._steps >= self._wait_again_at_step
         self._steps += 1
+        if self._closed_at is not None:
+            self.mean_wait_s = self.mean_wait_s.with_sample(now - self._closed_at)
         if self._closed_at is not None and waited:
             since = self._closed_at if self._all_closed_at is None else max(self._closed_at, self._all_closed_at)
             if now - since > self._max_wait_s:
