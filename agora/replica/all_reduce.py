@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -250,7 +251,7 @@ class _Gathering:
     result: asyncio.Future[ShardMean]  # awaited by all contributors
     timer: asyncio.TimerHandle  # ends the window
     latest_end: float  # when the window ends, if contributors have time until then
-    have_time_until: list[float] = field(default_factory=list)  # of each contributor, see MAX_WINDOW_FRACTION
+    have_time_until: list[float] = field(default_factory=list)  # of each member's contribution, see MAX_WINDOW_FRACTION
     values: dict[PeerId, Tensor] = field(default_factory=dict)
     weights: dict[PeerId, float] = field(default_factory=dict)
     recall: asyncio.Task[None] | None = None  # asks for the mean that the first reducer may have given to members
@@ -263,7 +264,7 @@ class _Gathering:
     @property
     def window_end(self) -> float:
         # Half of the contributors must be in a hurry: one alone, whose deadline may be false, ends its own wait only.
-        return min(self.latest_end, statistics.median_high(self.have_time_until))
+        return min(self.latest_end, statistics.median_high(self.have_time_until or [math.inf]))
 
     @property
     def is_recalling(self) -> bool:
@@ -421,14 +422,14 @@ class AllReduce:
     ) -> ShardMean:
         is_second = message.first_owner_failed and self._first_reducer(shard) != self.config.me
         gathering = self._gatherings.get(shard) or self._open_gathering(shard, peer, len(values), is_second)
+        now = loop_time()
         if is_member := peer in self._remember_members(shard):
             gathering.values[peer], gathering.weights[peer] = values, message.weight
+            gathering.have_time_until.append(now + MAX_WINDOW_FRACTION * (deadline - now))
         if is_member and is_second and gathering.recall is None:
             gathering.recall = asyncio.create_task(self._recall_mean(shard, gathering))
         elif gathering.is_complete:
             self._average_and_close(shard, gathering)
-        now = loop_time()
-        gathering.have_time_until.append(now + MAX_WINDOW_FRACTION * (deadline - now))
         if gathering.window_end != gathering.timer.when() and not gathering.averaging:
             gathering.timer.cancel()
             gathering.timer = asyncio.get_running_loop().call_at(gathering.window_end, self._end_window, shard)
