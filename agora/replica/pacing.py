@@ -16,6 +16,7 @@ from agora.replica.trust import believed_rates, believed_step_tokens
 RATE_DECAY_S: Final = 10.0  # seconds after which a counted token weighs 1/e of one counted now
 # Seconds of measurement, older ones decayed, from which a replica's rate counts as known: after about a second.
 MIN_MEASURED_S: Final = 0.9
+MIN_SHARE: Final = 0.5  # microbatches of a step, below which a slow replica's share is rounded to none
 SPARE_AHEAD: Final = 2  # microbatches of the next share that are under way when the mean comes, see tokens_ahead
 MAX_MEAN_WAIT_FRACTION: Final = 0.5  # largest fraction of a step for which origins wait for a mean gradient
 # Seconds that a step is assumed to take, for MAX_MEAN_WAIT_FRACTION, while the rate of a replica is unknown.
@@ -96,7 +97,8 @@ def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, mic
 
     A step has m = target / microbatch_tokens microbatches. With the replicas in the order of their ids, and R_i the sum
     of the first i rates over the sum of all, replica i counts microbatches round(m * R_(i-1)) to round(m * R_i). So the
-    quotas of replicas that know the same rates add up to the target.
+    quotas of replicas that know the same rates add up to the target. One whose part is less than MIN_SHARE of a
+    microbatch, and whose rate is less than half of the median, has none.
 
     rates: tokens per second of the replicas that take part; None, unknown, counts as the median of the known rates.
     When all are 0, the quotas are equal. target: tokens of the step. microbatch_tokens: tokens of one microbatch. A
@@ -109,6 +111,9 @@ def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, mic
     if not any(filled.values()):
         filled = dict.fromkeys(filled, 1.0)
     microbatches = max(1, round(target / microbatch_tokens))
+    # The others would wait for a slow one's only microbatch, which takes it longer than the step takes them.
+    least = MIN_SHARE / microbatches * sum(filled.values())
+    filled = {peer: 0.0 if rate < min(least, 0.5 * median) else rate for peer, rate in filled.items()}
     total = sum(filled.values())
     start = sum(rate for peer, rate in filled.items() if peer < me)
     first, end = (math.floor(microbatches * rate / total + 0.5) for rate in (start, start + filled[me]))

@@ -53,6 +53,18 @@ def test_a_replica_whose_rate_is_not_known_yet_counts_as_the_median_of_the_other
     assert [own_quota(dict.fromkeys(peers, 0.0), peer, 600, 1) for peer in peers] == [200, 200, 200]
 
 
+def test_a_slow_replica_has_a_quota_only_if_that_is_half_a_microbatch_and_equal_ones_always_have() -> None:
+    """Else it would have a microbatch or none by chance, and the others would wait for it."""
+    peers = [PeerId(name) for name in "abcde"]
+    for slow in peers:
+        rates = {peer: 100.0 if peer != slow else 10.0 for peer in peers}
+        quotas = {peer: own_quota(rates, peer, 1600, 100) for peer in peers}
+        assert quotas.pop(slow) == 0 and set(quotas.values()) == {400}
+        assert own_quota({**rates, slow: 14.0}, slow, 1600, 100) <= 100
+    many = {PeerId(f"{number:02}"): 100.0 for number in range(64)}
+    assert sum(own_quota(many, peer, 1600, 100) for peer in many) == 1600, "none of them is slower than the others"
+
+
 def test_a_replica_that_counts_nothing_has_no_quota() -> None:
     peers = identities(2)
     assert own_quota({peers[0]: 50.0, peers[1]: 0.0}, peers[1], 1000, 100) == 0
