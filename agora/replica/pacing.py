@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from agora_protocol.ids import PeerId
@@ -50,22 +50,28 @@ class TokenRate:
 
 @dataclass(frozen=True, slots=True)
 class RateMeter:
-    """Measures how fast a replica counts tokens while its share of a step is open, from its counts at some times.
+    """Measures how fast a replica counts tokens while nothing holds it, from its counts at some times.
 
     A replica whose share is closed may be held until the mean is there. If that time were measured, one with a small
-    quota would wait for most of each step, count little in it, and be given a small quota again. So what it counts
-    with a closed share is measured only if it closes the next one as well before the mean comes: then nothing held it.
-    Nor is the time before its first tokens measured, in which it may have waited for others to begin.
+    quota would wait for most of each step, count little in it, and be given a small quota again. Nor is the time before
+    its first tokens measured, in which it may have waited for others to begin.
+
+    | it has | what it counts is measured |
+    |---|---|
+    | no closed share | at once |
+    | one | when it closes the next one, if most of that was counted meanwhile: then nothing held it |
+    | two | not at all: it may count nothing until the first of their means comes |
     """
 
     rate: TokenRate = field(default_factory=TokenRate)
     tokens_counted: int = 0  # at the last count
     counted_at: float = -math.inf  # when that was, -inf before the first count
     open_step: int = 0  # at the last count
-    awaits_mean: bool = False  # at the last count: whether a share was closed whose mean was not there yet
-    # Tokens and seconds with closed shares since the last one was closed, not measured yet.
-    held_back_tokens: int = 0
-    held_back_s: float = 0.0
+    closed_shares: int = 0  # at the last count: shares whose means were not there yet
+    # Since a share was closed last: tokens that were measured, and tokens and seconds that were not yet.
+    measured_tokens: int = 0
+    waiting_tokens: int = 0
+    waiting_s: float = 0.0
 
     @property
     def per_second(self) -> float | None:
@@ -76,20 +82,28 @@ class RateMeter:
 
         step, open_step: see ReplicaCounts.
         """
-        counted, seconds = tokens_counted - self.tokens_counted, now - self.counted_at
-        after = RateMeter(self.rate, tokens_counted, now, open_step, open_step > step)
-        if counted < 0 or seconds == math.inf:
-            return replace(after, rate=TokenRate())
-        if counted and not self.tokens_counted:
-            return replace(after, rate=TokenRate())
-        if not self.awaits_mean:
-            return replace(after, rate=self.rate.after(counted, seconds))
-        tokens, held_back_s = self.held_back_tokens + counted, self.held_back_s + seconds
+        tokens, seconds = tokens_counted - self.tokens_counted, now - self.counted_at
+        has_begun = tokens >= 0 and seconds < math.inf and not (tokens and not self.tokens_counted)
+        rate = self.rate if has_begun else TokenRate()
+        measured_tokens, waiting_tokens, waiting_s = self.measured_tokens, self.waiting_tokens, self.waiting_s
+        if has_begun and not self.closed_shares:
+            rate, measured_tokens = rate.after(tokens, seconds), measured_tokens + tokens
+        elif has_begun and self.closed_shares == 1:
+            waiting_tokens, waiting_s = waiting_tokens + tokens, waiting_s + seconds
         if open_step > self.open_step:
-            return replace(after, rate=self.rate.after(tokens, held_back_s))
-        if after.awaits_mean:
-            return replace(after, held_back_tokens=tokens, held_back_s=held_back_s)
-        return after
+            if waiting_tokens > measured_tokens:
+                rate = rate.after(waiting_tokens, waiting_s)
+            measured_tokens, waiting_tokens, waiting_s = 0, 0, 0.0
+        return RateMeter(
+            rate,
+            tokens_counted,
+            now,
+            open_step,
+            open_step - step,
+            measured_tokens=measured_tokens,
+            waiting_tokens=waiting_tokens,
+            waiting_s=waiting_s,
+        )
 
 
 def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, microbatch_tokens: int) -> int:

@@ -205,6 +205,24 @@ def test_a_replica_that_closes_share_after_share_before_a_mean_comes_is_measured
     assert meter.per_second == pytest.approx(50.0, rel=0.05)
 
 
+def test_a_fast_replica_with_a_small_quota_that_nothing_holds_is_measured_by_what_it_counts_meanwhile() -> None:
+    """Its next share is complete soon after each mean, so that it hardly ever counts with an open one."""
+    meter = RateMeter()
+    for tick in range(200):
+        step = tick // 10
+        meter = meter.after(0.1 * tick, 100 * tick, step=step, open_step=step + (tick % 10 > 0))
+    assert meter.per_second == pytest.approx(1000.0, rel=0.02)
+
+
+def test_with_two_closed_shares_nothing_is_measured() -> None:
+    """Else a replica with a quota of one microbatch, and one ahead, would keep it."""
+    meter = RateMeter()
+    for step in range(30):
+        for after_s, tokens, closed in ((0.0, 0, 1), (0.5, 50, 2), (4.0, 50, 2)):
+            meter = meter.after(4.1 * step + after_s, 50 * step + tokens, step=step, open_step=step + closed)
+    assert (meter.per_second or 0.0) > 50.0
+
+
 def test_the_time_before_the_first_tokens_is_not_measured() -> None:
     meter = RateMeter().after(0.0, 0, step=0, open_step=0).after(30.0, 0, step=0, open_step=0)
     assert meter.per_second == 0.0, "nothing is expected of it until then"
