@@ -61,6 +61,8 @@ class RateMeter:
     | no closed share | at once |
     | one | when it closes the next one, if most of that was counted meanwhile: then nothing held it |
     | two | not at all: it may count nothing until the first of their means comes |
+
+    Until its rate is known, all is measured in which it counts something.
     """
 
     rate: TokenRate = field(default_factory=TokenRate)
@@ -83,12 +85,14 @@ class RateMeter:
         step, open_step: see ReplicaCounts.
         """
         tokens, seconds = tokens_counted - self.tokens_counted, now - self.counted_at
-        has_begun = tokens >= 0 and seconds < math.inf and not (tokens and not self.tokens_counted)
-        rate = self.rate if has_begun else TokenRate()
+        if tokens < 0 or seconds == math.inf:
+            return RateMeter(TokenRate(), tokens_counted, now, open_step, open_step - step)
+        rate = TokenRate() if tokens and not self.tokens_counted else self.rate
         measured_tokens, waiting_tokens, waiting_s = self.measured_tokens, self.waiting_tokens, self.waiting_s
-        if has_begun and not self.closed_shares:
+        is_known = rate.per_second is not None
+        if not self.closed_shares or (tokens and not is_known):
             rate, measured_tokens = rate.after(tokens, seconds), measured_tokens + tokens
-        elif has_begun and self.closed_shares == 1:
+        elif self.closed_shares == 1:
             waiting_tokens, waiting_s = waiting_tokens + tokens, waiting_s + seconds
         if open_step > self.open_step:
             if waiting_tokens > measured_tokens:

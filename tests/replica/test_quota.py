@@ -226,9 +226,9 @@ def test_with_two_closed_shares_nothing_is_measured() -> None:
 def test_the_time_before_the_first_tokens_is_not_measured() -> None:
     meter = RateMeter().after(0.0, 0, step=0, open_step=0).after(30.0, 0, step=0, open_step=0)
     assert meter.per_second == 0.0, "nothing is expected of it until then"
-    meter = meter.after(30.5, 100, step=0, open_step=0)
+    meter = meter.after(30.25, 25, step=0, open_step=0)
     assert meter.per_second is None
-    assert meter.after(32.5, 300, step=0, open_step=0).per_second == pytest.approx(100.0)
+    assert meter.after(32.25, 225, step=0, open_step=0).per_second == pytest.approx(100.0)
 
 
 def test_that_another_replica_counts_longer_makes_no_mean_late() -> None:
