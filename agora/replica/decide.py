@@ -244,7 +244,7 @@ def wait_for_tokens(situation: Situation) -> Decision | None:
     | what is complete | when |
     |---|---|
     | the step | this replica and the live others have together counted its tokens |
-    | the share, asynchronous | it rounds to no microbatch, and another one closed its own |
+    | the share of an all-reduce | it rounds to no microbatch, and another one closed its own |
     | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
     | the share, asynchronous | two others closed theirs CLOSE_AFTER_FRACTION of a step ago |
     | the share of an all-reduce | one other did, and this one has been open for LONE_CLOSE_FRACTION of a step |
@@ -260,7 +260,7 @@ def wait_for_tokens(situation: Situation) -> Decision | None:
         return Decision(WAIT, f"{missing} tokens are missing")
     timeout_s = min(CLOSE_AFTER_FRACTION * view.step_s, MAX_CLOSE_AFTER_S) if view.step_s else MAX_CLOSE_AFTER_S
     closings = closing_times(situation.live, situation.step)
-    if closings and not view.quota:
+    if closings and not view.quota and not situation.is_inner_step:
         return None  # nobody waits for a replica from which nothing is expected
     late = sum(situation.now - at >= timeout_s for at in closings)
     may_one_close = situation.is_inner_step or view.open_fraction >= LONE_CLOSE_FRACTION
