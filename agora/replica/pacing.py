@@ -123,19 +123,24 @@ def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, mic
     quota is a multiple of microbatch_tokens, possibly 0. The quotas of all replicas add up to the target, rounded to
     whole microbatches, at least one.
     """
+    microbatches = max(1, round(target / microbatch_tokens))
+    counted = rates_of_parts(rates, microbatches)
+    total = sum(counted.values())
+    start = sum(rate for peer, rate in counted.items() if peer < me)
+    first, end = (math.floor(microbatches * rate / total + 0.5) for rate in (start, start + counted[me]))
+    return (end - first) * microbatch_tokens
+
+
+def rates_of_parts(rates: Mapping[PeerId, float | None], microbatches: int) -> dict[PeerId, float]:
+    """Returns the rates in proportion to which a step of so many microbatches is divided: 0 for whom has no part."""
     known = [rate for rate in rates.values() if rate is not None]
     median = statistics.median(known) if known else 1.0
     filled = {peer: median if rate is None else rate for peer, rate in rates.items()}
     if not any(filled.values()):
         filled = dict.fromkeys(filled, 1.0)
-    microbatches = max(1, round(target / microbatch_tokens))
     # The others would wait for a slow one's only microbatch, which takes it longer than the step takes them.
     least = MIN_SHARE / microbatches * sum(filled.values())
-    filled = {peer: 0.0 if rate < min(least, 0.5 * median) else rate for peer, rate in filled.items()}
-    total = sum(filled.values())
-    start = sum(rate for peer, rate in filled.items() if peer < me)
-    first, end = (math.floor(microbatches * rate / total + 0.5) for rate in (start, start + filled[me]))
-    return (end - first) * microbatch_tokens
+    return {peer: 0.0 if rate < min(least, 0.5 * median) else rate for peer, rate in filled.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +199,7 @@ class StepPacing:
     total_rate: float = 0.0
     shares: Shares | None = None  # None before the first update_quota
     believed_rates: Mapping[PeerId, float] = field(default_factory=dict)  # the rates of all replicas as far as believed
+    without_part: frozenset[PeerId] = frozenset()  # replicas too slow for a part of the step, see own_quota
     _are_rates_known: bool = False  # of most replicas
     _open: tuple[int, float] = (-1, -math.inf)  # the open step, and since when it is open
     _closed_at: float | None = None  # when this replica closed the share whose mean it awaits
@@ -242,6 +248,8 @@ class StepPacing:
         self._uncorrected_quota = self._quota(rates, me, target, times)
         quota = self._quota(rates, me, self.batch_size.next_target, times)
         self.quota_now = quota if others else 0
+        parts = rates_of_parts(rates, max(1, round(target / self.microbatch_tokens)))
+        self.without_part = frozenset(peer for peer, rate in parts.items() if not rate)
         return quota
 
     def _quota(self, rates: Mapping[PeerId, float], me: PeerId, target: int, times: float) -> int:

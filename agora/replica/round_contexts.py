@@ -99,6 +99,8 @@ class RoundContexts:
             is_gradient = shard.kind == "gradient"
             step = shard.round if is_gradient else shard.round * self._averaging.every - MAX_REPORT_LAG
             do_not_wait_for |= lagging_or_unheard_replicas(membership.known, members.keys() - {self._me}, step)
+            if is_gradient:
+                do_not_wait_for |= members.keys() & self._without_tokens(membership.known, step)
         numel, refusal = self._check(shard)
         step = shard.round * (self._averaging.every if shard.fragments else 1)
         live = membership.listed_live
@@ -114,6 +116,15 @@ class RoundContexts:
             numel=numel,
             refusal=refusal,
         )
+
+    def _without_tokens(self, known: KnownReplicas, step: int) -> frozenset[PeerId]:
+        # Slow replicas that have counted nothing for the step, and need not. Such a device may be in the middle of a
+        # job that takes it longer than the others' step, and closes its share, of no tokens, only after it.
+        own = self._worker.progress_of(self._stage)
+        with_tokens = {peer for peer, progress in known.items() if progress.tokens_of(step)}
+        if own.open_step != step or own.tokens_in_share:
+            with_tokens.add(self._me)
+        return self._pacing.without_part - with_tokens
 
     def _token_bounds(self, shard: Shard, members: Members, known: KnownReplicas) -> dict[PeerId, float]:
         rates = {peer: known[peer].direct.meter.per_second for peer in members if peer in known}

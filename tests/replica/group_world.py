@@ -55,6 +55,8 @@ class FakeStage:
         self.outer = OuterOptimizer(LAYOUT, torch.zeros(NUMEL))
         self.weights = torch.zeros(NUMEL)
         self.step = self.tokens = self.counted = 0
+        self.busy_s = 0.0
+        """For how long its device is in the middle of a job, when it is to close its share."""
         self.history = {0: INITIAL_HASH}
         self.share: GradientShare | None = None
         self.instructions = StepInstructions(10**9)
@@ -187,6 +189,7 @@ class FakeStage:
         self._take_due_step()
 
     async def close_share(self, stage: int) -> GradientShare:
+        await asyncio.sleep(self.busy_s)
         if self.share is None:
             self._close()
         assert self.share is not None
