@@ -18,6 +18,7 @@ from typing import Any, Final
 from agora_protocol.errors import AgoraError
 from agora_protocol.ids import RunId
 from agora_protocol.invite import SCHEME, Invite
+from agora_protocol.limits import MAX_ADDRESSES
 
 from agora.cli import console, launch_jobs, status_command
 from agora.cli.console import EXIT_DONE, EXIT_STALLED, EXIT_USAGE, Failure
@@ -96,8 +97,7 @@ def launch(
     before = {} if is_down else _peers_of(run, home)
     if not is_down:
         _write_files(folder, job.files)
-    for command in commands:
-        _run(command)
+    _run_all(commands, independent=request.tool == "ssh")
     joined: list[str] = []
     wanted = peers_of_job(request)
     if not is_down:
@@ -130,7 +130,7 @@ def find_invite(run: str, home: paths.Home, *, is_needed: bool) -> tuple[str, st
     """
     if run == runs.STDIN or run.startswith(SCHEME) or (Path(run).is_file() and not run.endswith(".toml")):
         reference = runs.resolve(run, home)
-        invite = Invite(RunId(reference.run), reference.addresses[:16], reference.name, reference.ticket)
+        invite = Invite(RunId(reference.run), reference.addresses[:MAX_ADDRESSES], reference.name, reference.ticket)
         return reference.name or reference.run[:12], str(invite)
     entries = runs.entries_of_run(run, home, daemon_registry.find_running_daemons())
     for entry in entries:
@@ -186,6 +186,20 @@ def _write_files(folder: Path, files: Mapping[str, str]) -> None:
                 opened.write(text)
     except OSError as error:
         raise Failure(f"cannot write in {folder} ({error.strerror}); choose another directory with --dir") from None
+
+
+def _run_all(commands: Sequence[Command], *, independent: bool) -> None:
+    # independent: of hosts of which one may be down: the others are started all the same, and told to leave.
+    failures = []
+    for command in commands:
+        try:
+            _run(command)
+        except Failure as failure:
+            if not independent:
+                raise
+            failures.append(str(failure))
+    if failures:
+        raise Failure("; ".join(failures))
 
 
 def _run(command: Command) -> None:

@@ -32,7 +32,9 @@ class StepInstructions:
     target_tokens: int  # how many all replicas together count for one step
     averages: bool = False  # whether replicas average their gradients; False until a group of replicas says so
     step: int = -1  # the number for which the next three fields hold; -1: they hold for none
-    own_tokens: int = 0  # how many this replica must count so that all reach `target_tokens`, with those it has counted
+    # At how many tokens this replica steps or closes its share: its quota; or, synchronous and alone, what the others
+    # leave of `target_tokens`.
+    own_tokens: int = 0
     alone: bool = False  # no other replica holds the stage
     closes_share: bool = False
     stops_at: int = 0  # how many steps the run has; 0: no end

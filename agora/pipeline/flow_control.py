@@ -244,7 +244,8 @@ def next_send(
     if inputs.end == "last":
         allotment = allotment if open_count else allotment.after_end(now)
         if not allotment.left or not allotment.opens_next:
-            return SendDecision("wait", "the last stages take their last step", allotment)
+            reason = "stage 0 has taken the run's last step; it waits for the other stages to take theirs"
+            return SendDecision("wait", reason, allotment)
     elif allotment.opens_next:  # an amendment has the run go on
         allotment = replace(allotment, opens_next=0)
     if inputs.step is not None and not allotment.left and not open_count:

@@ -31,8 +31,8 @@ STAGE_CATCH_UP_AFTER_S: Final = 15.0
 # shares; after one alone see LONE_CLOSE_FRACTION.
 CLOSE_AFTER_FRACTION: Final = 0.25
 # One replica alone may be lying about its closed share. So it closes this one's only after this fraction of the step's
-# expected duration. The step then lacks at most what the next one may add, see MAX_CORRECTION. In inner steps the first
-# that closes is followed at once: that keeps the replicas in phase.
+# expected duration. The step then lacks at most what the next one may add, see MAX_CORRECTION. In inner steps one
+# suffices, CLOSE_AFTER_FRACTION later: that keeps the replicas in phase.
 LONE_CLOSE_FRACTION: Final = 0.7
 # Maximum seconds for which a replica goes on counting after others have closed their shares; also the seconds while
 # the duration of a step is unknown.
@@ -246,9 +246,9 @@ def wait_for_tokens(situation: Situation) -> Decision | None:
     | the step | this replica and the live others have together counted its tokens |
     | the share of an all-reduce | it rounds to no microbatch, and another one closed its own |
     | the share, asynchronous | it has its quota, and no microbatch that belongs to it is in progress |
-    | the share, asynchronous | two others closed theirs CLOSE_AFTER_FRACTION of a step ago |
-    | the share of an all-reduce | one other did, and this one has been open for LONE_CLOSE_FRACTION of a step |
-    | the share of an inner step | one other did |
+    | the share, asynchronous | two others closed theirs CLOSE_AFTER_FRACTION of a step ago, or MAX_CLOSE_AFTER_S |
+    | the share of an all-reduce | one other closed its own then, and this one is open for LONE_CLOSE_FRACTION |
+    | the share of an inner step | one other closed its own then |
     | the share, synchronous | the others have taken the step |
     """
     view, tokens = situation.view, situation.view.counts.tokens
@@ -267,6 +267,8 @@ def wait_for_tokens(situation: Situation) -> Decision | None:
     is_late = late >= 2 or (late == 1 and may_one_close)
     if is_late or (0 < view.quota <= tokens and not view.in_progress):
         return None
+    if 0 < view.quota <= tokens:
+        return Decision(WAIT, f"its share is full; {view.in_progress} microbatches of it are still in progress")
     if not view.quota:
         return Decision(WAIT, f"{tokens} tokens are counted; its share of a step rounds to no microbatch")
     return Decision(WAIT, f"{tokens} of the {view.quota} tokens of its share are counted")
@@ -277,9 +279,9 @@ def step_alone(situation: Situation) -> Decision | None:
         return None
     if situation.view.counts.tokens == 0:
         return Decision(WAIT, "nothing was counted here; the others take the step")
-    is_whole = situation.settings.synchronous
-    reason = "all tokens are counted" if is_whole else "this replica's share is complete, and the step needs no mean"
-    return Decision(Action("step"), reason)
+    if situation.settings.synchronous:
+        return Decision(Action("step"), "all tokens are counted")
+    return Decision(Action("step"), "this replica's share is complete, and the step needs no mean")
 
 
 def wait_for_answers(situation: Situation) -> Decision | None:
@@ -289,11 +291,10 @@ def wait_for_answers(situation: Situation) -> Decision | None:
 
 
 def step_together(situation: Situation) -> Decision:
-    step, is_whole = situation.step, situation.settings.synchronous
-    reason = (
-        f"all tokens of step {step} are counted" if is_whole else f"this replica's share of step {step} is complete"
-    )
-    return Decision(Action("step together", step), reason)
+    action = Action("step together", situation.step)
+    if situation.settings.synchronous:
+        return Decision(action, f"all tokens of step {situation.step} are counted")
+    return Decision(action, f"this replica's share of step {situation.step} is complete")
 
 
 def step_instructions(situation: Situation, *, device_closes_share: bool = True) -> StepInstructions:

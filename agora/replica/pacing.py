@@ -116,7 +116,7 @@ def own_quota(rates: Mapping[PeerId, float | None], me: PeerId, target: int, mic
     A step has m = target / microbatch_tokens microbatches. With the replicas in the order of their ids, and R_i the sum
     of the first i rates over the sum of all, replica i counts microbatches round(m * R_(i-1)) to round(m * R_i). So the
     quotas of replicas that know the same rates add up to the target. One whose part is less than MIN_SHARE of a
-    microbatch, and whose rate is less than half of the median, has none.
+    microbatch, and whose rate is less than half of the median, is left out of the division.
 
     rates: tokens per second of the replicas that take part; None, unknown, counts as the median of the known rates.
     When all are 0, the quotas are equal. target: tokens of the step. microbatch_tokens: tokens of one microbatch. A
@@ -188,8 +188,8 @@ class StepPacing:
     meter: RateMeter = field(default_factory=RateMeter)
     step_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
     mean_wait_s: MovingAverage = field(default_factory=lambda: MovingAverage(0.2))
-    # Tokens at which this replica closes its share of the present step; 0 without another replica, or where this one is
-    # far slower than the others.
+    # Tokens at which this replica closes its share of the present step; 0 without another replica, and where its part
+    # of the step rounds to no microbatch.
     quota_now: int = 0
     # Seconds in which all replicas together count the target of a step, at their last known rates; 0 while a rate is
     # unknown. Not the measured duration: shares are closed early by this figure, which would shorten the measured one
@@ -313,8 +313,9 @@ class StepPacing:
         Waiting origins open no more than the open share lacks and, where weights are predicted, tokens_ahead tokens of
         the next one. They wait at most MAX_MEAN_WAIT_FRACTION of a step after the closing. If one mean comes later
         than that after all replicas have closed their shares, they skip the next wait; if means stay late, the next 2,
-        4, 8 ... MAX_SKIPPED_WAITS. That another replica counts longer makes no mean late: this one then has too small a
-        quota, and would keep it with the few microbatches that it may have in flight where it does not wait.
+        4, 8 ... MAX_SKIPPED_WAITS. Time in which another replica still counts delays no mean: this one's quota is then
+        too small. If its origins did not wait for that reason, they would have few microbatches in flight, and it would
+        be measured as slow and keep the small quota.
         """
         may_wait = self._steps >= self._wait_again_at_step
         return may_wait and (self._closed_at is None or now - self._closed_at < self._max_wait_s)

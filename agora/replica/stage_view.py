@@ -36,8 +36,8 @@ GONE_AFTER_S: Final = 1.0
 # Maximum number of other replicas of which all are gossiped to; of more, GOSSIP_FANOUT are chosen at random.
 MAX_DIRECT_TARGETS: Final = 8
 GOSSIP_FANOUT: Final = 4  # number of random replicas that are gossiped to if there are more than MAX_DIRECT_TARGETS
-# Steps by which another replica's open step may lead this one's; a larger lead is implausible.
-MAX_PLAUSIBLE_LEAD: Final = 10
+# A replica whose open step leads this one's by more is not asked when it closed its share.
+MAX_CLOSING_LEAD: Final = 10
 # Number of steps in which a new replica reduces no shard: others learn of it one by one, but must agree on the
 # reducers.
 NEWCOMER_STEPS: Final = 3
@@ -386,10 +386,10 @@ def closing_times(others: KnownReplicas, step: int) -> list[float]:
     """Returns, sorted, when those of `others` that have closed their shares of `step` began their open steps.
 
     For a replica that is at `step` + 1, that is when it reported its share of `step` as closed; for one further ahead
-    it is later. Ignores a replica that leads by more than MAX_PLAUSIBLE_LEAD: no honest one can while this one's share
+    it is later. Ignores a replica that leads by more than MAX_CLOSING_LEAD: no honest one can while this one's share
     is open.
     """
-    ahead = range(step + 1, step + MAX_PLAUSIBLE_LEAD + 1)
+    ahead = range(step + 1, step + MAX_CLOSING_LEAD + 1)
     reports = [progress.direct for progress in others.values()]
     return sorted(report.open_since for report in reports if report.open_step in ahead)
 

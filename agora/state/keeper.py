@@ -122,7 +122,7 @@ class StateKeeper:
         self._report_violation = report_violation
         self._found_checkpoints: dict[int, Checkpoint] = {}
         self._filled_stages: set[int] = set()
-        self._checkpoint_steps: dict[int, int] = {}  # the step of each stage's last checkpoint
+        self._checkpoint_steps: dict[int, int] = {}  # of each stage, the step from which its next checkpoint is counted
         self._due_stages: set[int] = set()
         self._wake = asyncio.Event()
         self._writing = asyncio.Lock()

@@ -52,7 +52,8 @@ class RecordStore(Protocol):
     ) -> Mapping[DirectoryShard, Sequence[Record]]:
         """Returns the verified, unexpired records of one kind, Claim or Progress, by shard.
 
-        A shard that did not answer in time is left out. Raises an AgoraError on trouble with the directory.
+        A shard that did not answer in time is left out, or has an empty list, see Directory.read_many. Raises an
+        AgoraError on trouble with the directory.
         """
 
 

@@ -29,6 +29,10 @@ LOST_LIFETIME_S: Final = 30.0
 MAX_BROKEN_DIALS: Final = 4
 
 
+def _must_be_there(view: View, peer: PeerId) -> bool:
+    return (known := view.peers.get(peer)) is not None and known.state != "leaving"
+
+
 class LostPeers:
     """Remembers which peers' connections broke, and which peers are lost: a dial after that failed.
 
@@ -50,7 +54,7 @@ class LostPeers:
         live = frozenset(connected)
         self._to_dial |= dict.fromkeys(sorted(self._connected - live))
         self._connected = live
-        self._to_dial = {peer: None for peer in self._to_dial if peer in view.peers and peer not in live}
+        self._to_dial = {peer: None for peer in self._to_dial if _must_be_there(view, peer) and peer not in live}
         self._lost = {
             peer: (incarnation, until)
             for peer, (incarnation, until) in self._lost.items()

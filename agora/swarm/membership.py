@@ -137,10 +137,10 @@ class Membership:
     async def claim_span(self, needs: StageNeeds, machine: MachineCapacity, pinned: Span | None = None) -> Placement:
         """Claims a span in state "joining": `pinned`, or the best one for `machine`; returns the settled placement.
 
-        Reads the directory and dials unverified peers first; takes seconds. Unless `pinned`, publishes the claim, reads
-        those of others that chose at the same time, and claims another span if they collide, until it has settled; call
-        `confirm` before serving. If the placement has no span, it claims nothing, and the peer is to stand by. Raises
-        KeyInUse when another process publishes under this peer's key.
+        Reads the directory and dials unverified peers first; takes seconds. Publishes the claim. Unless it is `pinned`,
+        then reads the claims of others that chose at the same time, and claims another span if they collide, until it
+        has settled; call `confirm` before serving. If the placement has no span, it claims nothing, and the peer is to
+        stand by. Raises KeyInUse when another process publishes under this peer's key.
         """
         await self.refresh()
         await self._require_sole_use_of_the_key()
@@ -156,8 +156,8 @@ class Membership:
     async def confirm(self) -> Placement | None:
         """Checks once more, right before serving, whether the claimed span is the right one; claims another if not.
 
-        Returns the placement to load instead, None if the claimed span stays: always for a pinned span, and without a
-        claim.
+        Returns the placement to load instead, None if the claimed span stays. Call it only with a claim, and not for a
+        pinned span, which it would give up.
         """
         judged = await self._judge_collision()
         claimed = self.view.peers[self._me].span

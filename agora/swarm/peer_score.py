@@ -2,7 +2,7 @@
 
 Each violation costs one point, equivocation POINTS_TO_SUSPEND at once; a point expires after VIOLATION_LIFETIME_S. A
 peer with POINTS_TO_SUSPEND points is suspended: it is neither called nor answered, and routing does not count it as a
-replica. Deterministic: the clock is an argument.
+replica. Deterministic: the clock is an argument of the constructor.
 """
 
 from __future__ import annotations

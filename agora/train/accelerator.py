@@ -49,7 +49,7 @@ class _Ended:
 
 
 class HostAccelerator:
-    """A device that is the thread itself, as the CPU is, or for which the host waits in every copy."""
+    """A device whose work is over when the call returns (the CPU), or that the host waits for at every copy (mps)."""
 
     max_launched = 1
 

@@ -211,14 +211,15 @@ class DeviceQueue:
     ) -> T:
         """Runs `function(*args)` on the device thread and returns its result.
 
-        afterwards: called on the device thread after the result was handed back, before any other job, for work that
-        no caller waits for; not called if the function raised. free_memory: if given, function and afterwards must
-        change nothing when memory does not suffice; then it is called with False, and what failed is tried once more;
-        should that fail, too, with True, and it is tried a last time. When the caller is cancelled, a queued job never
-        runs; the result of a running one is passed to `on_abandoned` on the event loop. With keeps_result, for what
-        cannot be undone, the first cancellation of a running job does nothing, and its result is returned. is_pass:
-        it may begin while the accelerator computes the pass before. Where `function` returns Launched, the result is
-        that of its `finish`; if that lacks memory, `function` is called again.
+        afterwards: called on the device thread after the result was handed back, before any other job begins but passes
+        that were launched ahead, for work that no caller waits for; not called if the function raised. free_memory: if
+        memory does not suffice, `free_memory(False)` is called and the job is tried again; if it fails again,
+        `free_memory(True)`, and a third and last time. So function and afterwards must change nothing when they fail
+        for lack of memory. When the caller is cancelled, a queued job never runs; the result of a running one is passed
+        to `on_abandoned` on the event loop. With keeps_result, for what cannot be undone, the first cancellation of a
+        running job does nothing, and its result is returned. is_pass: it may begin while the accelerator computes the
+        pass before. Where `function` returns Launched, the result is that of its `finish`; if that lacks memory,
+        `function` is called again.
 
         Raises the function's own exception, but torch's as OutOfMemory or DeviceError; Busy without waiting when
         `limit` jobs of this priority wait, never for a backward; DeviceError when the queue is closed or the thread has
@@ -261,7 +262,7 @@ class DeviceQueue:
         return self._max_launched > 1
 
     def waiting(self) -> int:
-        """Returns the number of queued jobs, without the one that runs."""
+        """Returns the number of queued jobs, without those that were launched."""
         return sum(map(len, self._queues.values()))
 
     def busy_fraction(self) -> float:

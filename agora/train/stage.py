@@ -266,7 +266,10 @@ class Stage:
     # --- steps
 
     def step_or_close_share(self) -> None:
-        """Takes a step along the own gradients, or closes the share of a mean's step, if its tokens are counted."""
+        """Once enough tokens are counted, takes the step along this replica's own gradient sum, or closes its share.
+
+        It closes its share if the step needs the mean of the replicas.
+        """
         tokens = self.gradient_sum.totals.tokens
         open_step = self._open_step
         if tokens == 0 or tokens < self._tokens_needed(open_step) or self._instructions.run_ends_before(open_step):
@@ -285,7 +288,7 @@ class Stage:
         return self._instructions.tokens_needed(step)
 
     def catch_up(self, step: int) -> None:
-        """Raises the step count to `step`, that of the other replicas; not while a share is closed.
+        """Raises the step count to `step`, that of the other replicas; does nothing while a share is closed.
 
         If the stage is one step behind, or takes inner steps, it first takes one step with its summed gradient. Steps
         still missing are skipped: it reports one StepTaken for all of them, and before that StepsSkipped if tokens or

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from agora.cli.console import EXIT_USAGE, Failure
-from agora.cli.launch_command import check_request, follow_joins, job_of, label_of, peers_of_job, tool_of
+from agora.cli.launch_command import check_request, follow_joins, job_of, label_of, launch, peers_of_job, tool_of
 from agora.cli.launch_jobs.job import LEAVE_TIMEOUT_S, TOOLS, LaunchRequest, Tool
 
 SECRET = "c2VjcmV0LXRpY2tldA"
@@ -167,6 +167,20 @@ def test_the_jobs_in_deploy_are_what_the_command_writes(tool: Tool, file: str) -
     written = job_of(REQUESTS[tool], "poems", "agora://...", Path("/shared/agora")).files[file]
     kept = DEPLOY / "launch" / f"{tool}{Path(file).suffix}"
     assert kept.read_text(encoding="utf-8") == written, f"write it: {kept}"
+
+
+def test_a_host_that_cannot_be_reached_keeps_no_other_from_being_started_or_told_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    fake = tmp_path / "ssh"
+    fake.write_text(f'#!/bin/sh\necho "$*" >> {told}\ncase "$*" in *lab1*) exit 255;; esac\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    home = tmp_path / "home"
+    with pytest.raises(Failure, match="exit code 255"):
+        launch(INVITE, REQUESTS["ssh"], home, is_dry=False, is_down=True, wait_s=0.0, as_json=False)
+    assert ["lab1" in line for line in told.read_text().splitlines()] == [True, False]
 
 
 def test_a_job_without_an_invite_as_one_that_only_ends_daemons_is_as_readable() -> None:

@@ -53,7 +53,7 @@ def test_a_replica_whose_rate_is_not_known_yet_counts_as_the_median_of_the_other
     assert [own_quota(dict.fromkeys(peers, 0.0), peer, 600, 1) for peer in peers] == [200, 200, 200]
 
 
-def test_a_slow_replica_has_a_quota_only_if_that_is_half_a_microbatch_and_equal_ones_always_have() -> None:
+def test_only_a_slow_replica_is_left_out_of_the_division_and_quotas_of_many_equal_ones_add_up() -> None:
     """Else it would have a microbatch or none by chance, and the others would wait for it."""
     peers = [PeerId(name) for name in "abcde"]
     for slow in peers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agora_protocol.ids import PeerId, Span
 
 from agora.swarm.lost_peers import LOST_LIFETIME_S, MAX_BROKEN_DIALS, LostPeers
@@ -49,6 +51,13 @@ def test_a_connection_of_somebody_who_is_no_peer_of_the_view_is_nobodys_concern(
     peers = LostPeers()
     peers.update_connected(0.0, {A, B, C}, view(A))
     assert [due.peer for due in peers.update_connected(1.0, set(), view(A))] == [A]
+
+
+def test_a_peer_that_said_that_it_leaves_is_not_dialled() -> None:
+    peers, leaving = LostPeers(), View({A: replace(seen(A), state="leaving"), B: seen(B)})
+    peers.update_connected(0.0, {A, B}, view(A, B))
+    assert peers.update_connected(1.0, {B}, leaving) == peers.update_connected(2.0, {B}, leaving) == []
+    assert not peers.is_lost(seen(A))
 
 
 def test_nobody_is_lost_while_this_machine_has_no_connection_at_all() -> None:

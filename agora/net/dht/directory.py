@@ -146,9 +146,9 @@ class Directory:
     ) -> dict[DirectoryShard, list[Record]]:
         """Returns by shard the valid records of members that came within READ_TIMEOUT_S, at most one of each peer.
 
-        With more than SMALL_SWARM neighbours, a shard that no node answered for is left out; with fewer, its list is
-        empty. Each list has at most MAX_KEY_RECORDS: verified peers first, then by ascending
-        hash of the peer id.
+        With more than SMALL_SWARM neighbours, a shard that no node answered for is left out; with at most so many, its
+        list is empty. Each list has at most MAX_KEY_RECORDS: verified peers first, then by ascending hash of the peer
+        id.
         """
         keys = {shard: DHTID.generate(self._key(kind, shard)) for shard in shards}
         ask = self._ask_everyone if self._is_small else self._ask_holders

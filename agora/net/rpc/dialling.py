@@ -4,7 +4,7 @@
 |---|---|---|
 | directly | the peer has direct addresses | DIRECT_DIAL_TIMEOUT_S, or all of the time when there is no other way |
 | hole punching | it has addresses at relays, one of which introduces the two | what is left, less RELAY_RESERVE_S |
-| through a relay | it has addresses at relays | what is left: RELAY_RESERVE_S at least |
+| through a relay | it has addresses at relays | what is left, at least half of RELAY_RESERVE_S |
 """
 
 from __future__ import annotations

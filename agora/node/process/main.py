@@ -53,8 +53,9 @@ PRIVATE: Final = 0o077
 def run_daemon(text: str, home: paths.Home, flags: Mapping[str, Any]) -> int:
     """Runs the daemon of the run `text` in this process until it leaves; locks its data directory meanwhile.
 
-    Returns 0; with several devices the supervisor's exit code. If other runs are queued, it does not return when this
-    one is over, or does not take this machine: the process becomes the daemon of the next run, see join_next.
+    Returns 0; with several devices the supervisor's exit code; as the daemon of one of them EXIT_FOR_NEXT_RUN where the
+    supervisor is to join the next run. If other runs are queued, it does not return when this one is over, or does not
+    take this machine: the process becomes the daemon of the next run, see join_next.
     text: a manifest file, an invite, or the name or id of a run. flags: the settings given on the command line. Raises
     an AgoraError that says what to do when the daemon cannot begin, or when an error ends it. Once the
     data directory is locked, log and journal name the cause of whatever ends it, unless the kernel kills it.
