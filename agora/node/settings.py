@@ -96,7 +96,7 @@ class Settings(pydantic.BaseModel):
     link: Annotated[str, AfterValidator(lambda text: text and LinkSpec.parse(text).text)] = ""
     threads: int = pydantic.Field(default=0, ge=0, le=1024)  # compute threads; 0: as many as this process may use
     slowdown: float = pydantic.Field(default=1.0, ge=1.0, le=1e6)  # computes this many times slower, by sleeping
-    # For experiments: a stage's forward pass takes at least so long, by sleeping, and other jobs in proportion; 0: off.
+    # For experiments: what a stage's forward pass takes on an emulated accelerator, other jobs in proportion; 0: none.
     emulated_ms: float = pydantic.Field(default=0.0, ge=0.0, le=60_000.0)
     memory_gib: float = pydantic.Field(default=0.0, ge=0.0)  # what the daemon may use; 0: what the machine has free
     host_memory_gib: float = pydantic.Field(default=0.0, ge=0.0)  # of the machine's memory beside a GPU; 0: memory_gib
@@ -165,7 +165,7 @@ class Settings(pydantic.BaseModel):
         return self
 
     @property
-    def what_follows(self) -> Literal["serve", "leave", "go-on"]:
+    def at_end_in_force(self) -> Literal["serve", "leave", "go-on"]:
         return "leave" if self.queue else self.at_end
 
     @property

@@ -227,7 +227,7 @@ def next_send(
     open_count: int,
     *,
     leaving: bool = False,
-    paused: bool = False,
+    draining: bool = False,
 ) -> SendDecision:
     """Decides whether an origin with `open_count` microbatches in flight opens one now, waits, or stops.
 
@@ -237,7 +237,7 @@ def next_send(
         return SendDecision("stop", "this peer is leaving", allotment)
     if not inputs.has_enough_replicas:
         return SendDecision("wait", "too few replicas serve the run", allotment)
-    if paused:
+    if draining:
         return SendDecision("wait", "draining: it opens nothing until `refill`", allotment)
     if inputs.end == "over":
         return SendDecision("wait", "the run has taken its total_steps", allotment)

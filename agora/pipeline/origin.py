@@ -127,7 +127,7 @@ class Origin:
         self._references = ReferenceCache()
         self._open: set[asyncio.Task[None]] = set()
         self._changed = ChangeNotifier()
-        self._paused = False
+        self._draining = False
         self._leaving = False
         self._allotment = StepAllotment()
         self._pace = CompletionPace()
@@ -181,13 +181,13 @@ class Origin:
             await asyncio.wait(dropped)
         return len(dropped)
 
-    def pause(self) -> None:
-        """Opens no training microbatch until `resume`; open ones go on, and evaluation is not affected."""
-        self._paused = True
+    def drain(self) -> None:
+        """Opens no training microbatch until `refill`; open ones go on, and evaluation is not affected."""
+        self._draining = True
 
-    def resume(self) -> None:
-        """Opens training microbatches again after `pause`; the pause does not count in the measured pace."""
-        self._paused = False
+    def refill(self) -> None:
+        """Opens training microbatches again after `drain`; the time between does not count in the measured pace."""
+        self._draining = False
         self._pace = self._pace.after_interruption()
         self._changed.notify()
 
@@ -267,7 +267,13 @@ class Origin:
         is_synchronous = inputs.step is not None
         window = SendWindow(ceiling, f"{ceiling} slots") if is_synchronous else self._measured_window(inputs)
         decision = flow_control.next_send(
-            loop_time(), self._allotment, window, inputs, len(self._open), leaving=self._leaving, paused=self._paused
+            loop_time(),
+            self._allotment,
+            window,
+            inputs,
+            len(self._open),
+            leaving=self._leaving,
+            draining=self._draining,
         )
         if not is_synchronous:
             return decision, window

@@ -261,14 +261,14 @@ class StepPacing:
         step_s = self.batch_size.next_target / self.total_rate if self.total_rate else ASSUMED_STEP_S
         return (now - self._open[1]) / step_s
 
-    def tokens_ahead(self, most: float) -> int:
+    def tokens_ahead(self, max_fraction: float) -> int:
         """Returns how many tokens of the next share may begin before the awaited mean is applied.
 
         They keep the devices busy meanwhile: what this replica counts until the mean usually comes, and SPARE_AHEAD
-        microbatches, which are on their way; in whole microbatches, at least one, at most the fraction `most` of its
-        quota.
+        microbatches, which are on their way; in whole microbatches, at most `max_fraction` of its
+        quota, but never less than one.
         """
-        ceiling = round(most * self.quota_now / self.microbatch_tokens)
+        ceiling = round(max_fraction * self.quota_now / self.microbatch_tokens)
         rate, wait_s = self.meter.per_second, self.mean_wait_s.value
         if rate is not None and wait_s is not None:
             ceiling = min(ceiling, math.ceil(rate * wait_s / self.microbatch_tokens) + SPARE_AHEAD)

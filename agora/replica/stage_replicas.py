@@ -211,7 +211,7 @@ class StageReplicas:
             self.pacing.expected_s or None,
             is_inner=self._takes_inner_step_now(),
         )
-        self._notice_change(step)
+        self._apply_sync_change(step)
         self.sync_choice.update_wish(self._sync_schedule.fragments_at(step))
         if self._sync_schedule.is_inner(step - 1):
             self.pacing.record_inner_step(tokens)
@@ -235,7 +235,7 @@ class StageReplicas:
         now = loop_time()
         self._settings = StepSettings.from_manifest(self._live_manifest.at(self._progress().open_step))
         membership = self.gossip.membership()
-        view = self._look(membership, now)
+        view = self._make_view(membership, now)
         self._mean_comparison.compare_if_different(self._progress(), membership)
         situation = Situation.of(view, now, self._settings)
         if situation.all_shares_closed:
@@ -273,7 +273,7 @@ class StageReplicas:
     def _takes_inner_step_now(self) -> bool:
         return self._progress().sync_schedule.is_inner(self._worker.step_of(self._stage))
 
-    def _notice_change(self, step: int) -> None:
+    def _apply_sync_change(self, step: int) -> None:
         sync_schedule = self._progress().sync_schedule
         if sync_schedule != self._sync_schedule:
             _, reason = self.sync_choice.explain_fragments(sync_schedule.fragments)
@@ -304,7 +304,7 @@ class StageReplicas:
         networks = partial(self._networks, self._stage)
         return Electorate(self._me, self._joined_history_at_step, reports, self._shared_histories, networks)
 
-    def _look(self, membership: Membership, now: float) -> StageView:
+    def _make_view(self, membership: Membership, now: float) -> StageView:
         own, progress = self.counts(), self._progress()
         quota = self._update_quota(own, membership, now)
         electorate = self._update_electorate(membership)
@@ -317,7 +317,7 @@ class StageReplicas:
             self._leading_step,
             sync_schedule,
             quota,
-            self._present_end(membership.live),
+            self._end_in_force(membership.live),
             # Not in synchronous runs: if the replicas believed different token counts, they would wait for each other
             # forever.
             shares=None if self._settings.synchronous else self.pacing.shares,
@@ -332,7 +332,7 @@ class StageReplicas:
             in_progress=self._in_progress if self._drains() else 0,
         )
 
-    def _present_end(self, live: KnownReplicas) -> int:
+    def _end_in_force(self, live: KnownReplicas) -> int:
         # A replica that counts for a step after the end belongs to an owner who goes on: it needs the others' shares.
         stops_at = self._stops_at()
         goes_on = any(last.direct.open_step > stops_at for last in live.values())

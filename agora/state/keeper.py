@@ -266,9 +266,9 @@ class StateKeeper:
     # --- giving copies to other peers
 
     @property
-    def last_fetched_at(self) -> float | None:
+    def last_given_at(self) -> float | None:
         """When another peer was last given a part of a state, on the loop's clock; None if none ever was."""
-        return self._snapshots.last_fetched_at
+        return self._snapshots.last_given_at
 
     async def answer(self, request: GetState | GetChunk | GetSketches, requester: PeerId) -> Reply:
         """Answers a peer that fetches this peer's state: with an index, of size 0 without a state, a chunk or sketches.

@@ -81,7 +81,7 @@ class SnapshotServer:
         self._sketched = RateLimiter(SKETCHED_PER_S, SKETCHED_BURST)
         self._sketching = asyncio.Lock()  # sketches take at most one core, however many requesters ask
         self._kept: dict[bytes, _Snapshot] = {}
-        self.last_fetched_at: float | None = None  # loop time
+        self.last_given_at: float | None = None  # loop time
         self._copying: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @property
@@ -102,7 +102,7 @@ class SnapshotServer:
             snapshot = await self._find_or_make(request.stage, request.at_least, requester)
         if snapshot is None:
             return Reply(NOTHING_TO_GIVE)
-        snapshot.last_used = self.last_fetched_at = loop_time()
+        snapshot.last_used = self.last_given_at = loop_time()
         state = snapshot.state
         hashes = WireTensor("uint8", (state.layout.chunk_count, HASH_BYTES), memoryview(snapshot.hashes))
         index = StateIndex(
@@ -148,7 +148,7 @@ class SnapshotServer:
             raise Refused("this snapshot is not kept any more; ask for the state again")
         if last_chunk >= (count := snapshot.state.layout.chunk_count):
             raise ProtocolError("bad-message", f"The snapshot has {count} chunks; ask for one of them.")
-        snapshot.last_used = self.last_fetched_at = loop_time()
+        snapshot.last_used = self.last_given_at = loop_time()
         return snapshot
 
     def drop_idle(self) -> None:

@@ -46,7 +46,7 @@ class Member:
             self.peer.network,
             lambda peer, *_: self.violations.append(peer),
             is_banned=self.banned.__contains__,
-            usual_step=lambda: self.step,
+            present_step=lambda: self.step,
         )
 
     @property

@@ -73,8 +73,8 @@ def test_every_queued_run_is_looked_up_before_the_first_begins(tmp_path: Path) -
 
 
 def test_a_run_that_goes_on_at_its_end_has_no_queue(tmp_path: Path) -> None:
-    assert Settings(queue=("proofs",)).what_follows == "leave"
-    assert Settings(at_end="go-on").what_follows == "go-on"
+    assert Settings(queue=("proofs",)).at_end_in_force == "leave"
+    assert Settings(at_end="go-on").at_end_in_force == "go-on"
     with pytest.raises(SettingsError, match="no run of the queue begins"):
         load(tmp_path / "agora.toml", {"queue": ("proofs",), "at_end": "go-on"}, {})
 

@@ -44,13 +44,13 @@ def decide(
 @pytest.mark.parametrize(
     ("state", "action", "reason"),
     [
-        ({"leaving": True, "paused": True}, "stop", "this peer is leaving"),
-        ({"seen": SendInputs(has_enough_replicas=False), "paused": True}, "wait", "too few replicas serve the run"),
-        ({"paused": True}, "wait", "draining: it opens nothing until `refill`"),
+        ({"leaving": True, "draining": True}, "stop", "this peer is leaving"),
+        ({"seen": SendInputs(has_enough_replicas=False), "draining": True}, "wait", "too few replicas serve the run"),
+        ({"draining": True}, "wait", "draining: it opens nothing until `refill`"),
         ({"open_count": 4}, "wait", "4 microbatches are open; send window 4: measured"),
         ({"open_count": 3}, "open", "4: measured"),
         ({"seen": SYNCHRONOUS, "leaving": True}, "stop", "this peer is leaving"),
-        ({"seen": SYNCHRONOUS, "paused": True}, "wait", "draining: it opens nothing until `refill`"),
+        ({"seen": SYNCHRONOUS, "draining": True}, "wait", "draining: it opens nothing until `refill`"),
         ({"seen": SYNCHRONOUS}, "open", "4: measured"),
     ],
 )

@@ -286,16 +286,16 @@ def test_cancelling_an_origin_drops_what_is_open_and_says_so() -> None:
     run(work())
 
 
-def test_a_paused_origin_opens_nothing_and_finishes_what_is_open() -> None:
+def test_a_draining_origin_opens_nothing_and_finishes_what_is_open() -> None:
     async def work() -> None:
         entrance = Entrance(1.0)
         origin = origin_of(entrance, max_in_flight=2)
         running = asyncio.create_task(origin.run())
         await asyncio.sleep(0.5)
-        origin.pause()
+        origin.drain()
         await asyncio.sleep(100.0)
         assert origin.completed == 2 and entrance.open == 0
-        origin.resume()
+        origin.refill()
         await asyncio.sleep(0.5)
         assert entrance.open == 2
         await origin.leave(10.0)

@@ -112,7 +112,10 @@ def test_a_chain_of_tickets_from_the_founder_admits(chain: Sequence[Ticket], exp
         ([ticket(BEARER, bearer=True), ticket(PEER, by=BEARER, bearer=True)], "made into something else"),
         ([ticket(PEER, bearer=True)], "for another peer"),
         ([ticket(STRANGER)], "for another peer"),
-        ([ticket(PEER, not_after=0)], "it ended at 1970-01-01 00:00+00:00, and the clock of who says so shows 20"),
+        (
+            [ticket(PEER, not_after=0)],
+            "it ended at 1970-01-01 00:00+00:00, and the clock of the peer that refuses it shows 20",
+        ),
         ([ticket(DELEGATE, "delegate", not_after=0), ticket(PEER, by=DELEGATE)], "expired"),
         ([], "no ticket"),
     ],

@@ -191,7 +191,7 @@ class LocalPeer:
             self.network,
             score.report_violation,
             is_banned=self.admission.book.has_founder_banned,
-            usual_step=self.usual_step,
+            present_step=self.present_step,
             unix=unix,
         )
         self.evaluations = Evaluations(context, signed.run_id, self.admission, unix=unix)
@@ -356,7 +356,7 @@ class LocalPeer:
         """
         return [self.steps_of(stage).values() for stage in range(self.manifest.stage_count)]
 
-    def usual_step(self) -> int:
+    def present_step(self) -> int:
         """Returns the step that the run has come to: the greatest of its own steps and of each stage's upper median."""
         span = self._sample_node_report().span
         own = [progress.step for progress in span.stages] if span is not None else []
@@ -367,7 +367,7 @@ class LocalPeer:
         amended = self.live.of_all_steps
         if all(manifest.admission == amended[0].admission for manifest in amended):
             return amended[0]  # sampling the step costs something
-        step = self.usual_step()
+        step = self.present_step()
         return self.live.at(step) if step else self.live.last
 
     async def _follow_admission(self) -> None:

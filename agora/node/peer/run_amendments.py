@@ -59,12 +59,12 @@ class Amendments:
         report_violation: ReportViolation,
         *,
         is_banned: IsBanned,
-        usual_step: Callable[[], int],
+        present_step: Callable[[], int],
         unix: Callable[[], float] = time.time,
     ) -> None:
         """Reads the amendments that are on this disk. Raises DiskError.
 
-        is_banned: whether the founder has banned a delegate. usual_step: returns the step that the run has come to.
+        is_banned: whether the founder has banned a delegate. present_step: returns the step that the run has come to.
         """
         self.book = run_files.amendments_on_disk([context.home], signed, unix(), is_banned)
         self.live = LiveManifest(signed.manifest, self.book.chain)
@@ -72,7 +72,7 @@ class Amendments:
         self._run: RunId = signed.run_id
         self._network = network
         self._report_violation = report_violation
-        self._usual_step = usual_step
+        self._present_step = present_step
         self._unix = unix
 
     async def answer(self, call: IncomingCall) -> Reply:
@@ -126,7 +126,7 @@ class Amendments:
         opened = open_amendment(sealed, self._run)
         if self.book.knows(opened.hash):
             return
-        step, from_step = self._usual_step(), opened.amendment.from_step
+        step, from_step = self._present_step(), opened.amendment.from_step
         has_ended = self.live.total_steps <= step <= from_step
         if from_step < step + NOTICE // 2 and not has_ended:
             raise AmendmentError(

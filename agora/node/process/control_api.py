@@ -197,7 +197,7 @@ class ControlApi:
         """
         local_peer = self._require_local_peer()
         known = [sealed.hex() for sealed in local_peer.amendments.book.sealed()]
-        return {"known": known, "step": local_peer.usual_step()}
+        return {"known": known, "step": local_peer.present_step()}
 
     def _require_bans(self) -> Bans:
         return self._require_local_peer().bans
@@ -233,7 +233,7 @@ class ControlApi:
         origin = self._daemon.serving_span().origin
         if origin is None:
             return {"in_flight": 0}
-        origin.pause()
+        origin.drain()
         while origin.open_count and loop_time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return {"in_flight": origin.open_count}
@@ -242,7 +242,7 @@ class ControlApi:
         """Has this origin, if any, open microbatches again after `drain`; returns {"in_flight": how many are open}."""
         origin = self._daemon.serving_span().origin
         if origin is not None:
-            origin.resume()
+            origin.refill()
         return {"in_flight": 0 if origin is None else origin.open_count}
 
     async def evaluate(self, batches: int = EVALUATE_BATCHES) -> Answer:

@@ -208,7 +208,7 @@ async def _ask_peers_in_turn(network: Network, run: RunId, addresses: Sequence[s
     if refusals and len(refusals) == len(failures):
         raise refusals[0]
     raise RunUnreachable(
-        f"No peer of the invite gives the run's manifest ({'; '.join(failures[:2]) or 'it names no peer'}); "
+        f"No known peer of the run gives its manifest ({'; '.join(failures[:2]) or 'it names no peer'}); "
         "ask for a newer invite, or check this machine's network."
     )
 
@@ -340,7 +340,7 @@ async def connect_to_run(context: DaemonContext, host: Host, signed: SignedManif
                 reached = await host.connect(known)
             why = "" if reached else await explain_unreachable(known)
         if not reached and signed is None:
-            raise RunUnreachable(f"No peer of the invite answers: {why}")
+            raise RunUnreachable(f"No known peer of the run answers: {why}")
         if reached and signed is not None and _mode_on_disk(context, signed) == LISTED:
             await learn_amendments(context, host, signed, known)
         peers = len({address.rpartition("/")[2] for address in known})

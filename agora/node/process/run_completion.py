@@ -121,19 +121,19 @@ class RunCompletion:
             "serve": "it serves the result and trains no more",
             "leave": "it leaves when nobody fetches the result from it any more",
             "go-on": "it goes on at the lowest learning rate, as at_end says",
-        }[settings.what_follows]
+        }[settings.at_end_in_force]
         follows += "; it exports the result now" if exports else "; `swarm export` writes the result"
         local_peer.context.report_event(events.StateChanged("completed", f"{reason}: {follows}"))
         if exports:
             await self._export(total_steps)
-        if settings.what_follows == "leave":
+        if settings.at_end_in_force == "leave":
             await self._wait_for_others(ended_at, None if is_chosen else chosen)
             self._leave(reason)
 
     async def _wait_for_others(self, ended_at: float, exporter: PeerId | None) -> None:
         while True:
             loaded, now = self._held_span(), loop_time()
-            fetched_at = loaded.keeper.last_fetched_at if loaded is not None else None
+            fetched_at = loaded.keeper.last_given_at if loaded is not None else None
             since_last_fetch_s = now - fetched_at if fetched_at is not None and fetched_at >= ended_at else None
             seen = self._local_peer.view.peers.get(exporter) if exporter is not None else None
             is_needed = seen is not None and seen.state == "serving"
