@@ -168,9 +168,8 @@ def judge_proof(
         if ticket.not_after + CLOCK_TOLERANCE_S < now_unix:
             # With both times, since often the clock is wrong and not the ticket old.
             ended, now = (_minute(at) for at in (ticket.not_after, now_unix))
-            return NoAdmission(
-                f"its ticket has expired: it ended at {ended}, and the clock of the peer that refuses it shows {now}"
-            )
+            clock = f"the clock of the peer that refuses it shows {now}"
+            return NoAdmission(f"its ticket has expired: it ended at {ended}, and {clock}")
         if revocations.is_banned(ticket.holder, by_founder=ticket.role == DELEGATE):
             return NoAdmission("its ticket was revoked")
         parent = ticket

@@ -168,7 +168,9 @@ def test_a_task_that_ends_while_no_span_is_held_ends_the_daemon_which_says_which
         running = asyncio.create_task(daemon.run())
         await daemon.stands_by.wait()
         BackgroundTasks(daemon.fail_since_task_ended).start("membership", fail())
-        with pytest.raises(LocalError, match="Its task membership failed .ZeroDivisionError: a bug.; please report"):
+        with pytest.raises(
+            LocalError, match="The daemon.s task membership failed .ZeroDivisionError: a bug.; please report"
+        ):
             await asyncio.wait_for(running, 20)
         assert events.TaskFailed("membership", "ZeroDivisionError: a bug") in daemon.reported
         assert [event.state for event in daemon.reported if isinstance(event, events.StateChanged)] == ["leaving"]
@@ -256,7 +258,7 @@ def test_a_task_that_ends_in_a_pause_ends_the_daemon(tmp_path: Path, monkeypatch
         running = asyncio.create_task(daemon.run())
         await asyncio.sleep(0)
         BackgroundTasks(daemon.fail_since_task_ended).start("metrics server", fail())
-        with pytest.raises(LocalError, match="Its task metrics server failed"):
+        with pytest.raises(LocalError, match="The daemon.s task metrics server failed"):
             await asyncio.wait_for(running, 20)
 
     asyncio.run(main())
@@ -269,7 +271,7 @@ def test_an_end_of_the_metrics_task_ends_the_daemon(tmp_path: Path, monkeypatch:
     context.home.root.mkdir()
 
     monkeypatch.setattr(DaemonMetrics, "run", lambda self: fail())
-    with pytest.raises(LocalError, match="Its task metrics failed"):
+    with pytest.raises(LocalError, match="The daemon.s task metrics failed"):
         asyncio.run(asyncio.wait_for(main_module._run_until_left(context, EventMetrics(), lambda: None), 20))
 
 
@@ -353,7 +355,9 @@ def test_whatever_carries_the_bytes_is_watched_from_the_moment_it_runs(
                 daemon.local_peer.host.rate_limiter._task.cancel()
             case "network":
                 monkeypatch.setattr(daemon.local_peer.network, "limits", None)
-        with pytest.raises(LocalError, match="p2pd ended by itself" if task == "p2pd" else f"Its task {task} failed"):
+        with pytest.raises(
+            LocalError, match="p2pd ended by itself" if task == "p2pd" else f"The daemon.s task {task} failed"
+        ):
             await asyncio.wait_for(running, 60)
 
     asyncio.run(main())

@@ -152,9 +152,8 @@ class Daemon:
             return
         text = self.report_task_end(name, error)
         is_known = isinstance(error, AgoraError)
-        self._failure = LocalError(
-            str(error) if is_known else f"The daemon's task {name} failed ({text}); please report this."
-        )
+        why = str(error) if is_known else f"The daemon's task {name} failed ({text}); please report this."
+        self._failure = LocalError(why)
         self._failure.__cause__ = error
         self.leave(str(self._failure))
 
