@@ -158,7 +158,7 @@ class Receiver:
             ),
             counts=lambda: ReplicaCounts(10, 10, 100, 1000),
             on_change=nothing,
-            highest_plausible=lambda peer: 1e6,
+            highest_plausible=lambda: 1e6,
             report_implausible=nothing,
             rng=rng,
         )
