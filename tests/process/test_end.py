@@ -81,7 +81,7 @@ def test_who_joins_an_ended_run_or_resumes_in_it_gets_its_state_and_trains_no_mo
         first, second = made.daemons["peer-0"], made.daemons["peer-1"]
         exported(made)
         taken = [len(daemon.events("StepTaken")) for daemon in (first, second)]
-        joiner = made.start("late", "0")
+        joiner = made.start("late", "0", flags=["--at-end", "serve"])
         made.until(lambda: bool(joiner.events("StateChanged", state="completed")), "the joiner to see the end")
         second.ask("pause")
         made.until(lambda: bool(second.events("StateChanged", state="paused")), "the pause")
