@@ -261,14 +261,15 @@ class StepPacing:
         step_s = self.batch_size.next_target / self.total_rate if self.total_rate else ASSUMED_STEP_S
         return (now - self._open[1]) / step_s
 
-    def tokens_ahead(self, max_fraction: float) -> int:
+    def tokens_ahead(self, fraction: float) -> int:
         """Returns how many tokens of the next share may begin before the awaited mean is applied.
 
         They keep the devices busy meanwhile: what this replica counts until the mean usually comes, and SPARE_AHEAD
-        microbatches, which are on their way; in whole microbatches, at most `max_fraction` of its
-        quota, but never less than one.
+        microbatches, which are on their way; at most `fraction` of its quota, or SPARE_AHEAD microbatches if these are
+        no more than twice that; in whole microbatches, at least one.
         """
-        ceiling = round(max_fraction * self.quota_now / self.microbatch_tokens)
+        quota = self.quota_now / self.microbatch_tokens
+        ceiling = max(round(fraction * quota), min(SPARE_AHEAD, round(2 * fraction * quota)))
         rate, wait_s = self.meter.per_second, self.mean_wait_s.value
         if rate is not None and wait_s is not None:
             ceiling = min(ceiling, math.ceil(rate * wait_s / self.microbatch_tokens) + SPARE_AHEAD)

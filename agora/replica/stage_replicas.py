@@ -16,6 +16,7 @@ from typing import Final
 from agora_protocol.identity import Identity
 from agora_protocol.ids import PeerId
 from agora_protocol.manifest import SignedManifest
+from agora_protocol.manifest_sections import PREDICTED_FACTOR
 
 from agora.core.calls import PeerCaller
 from agora.core.clock import loop_time, time_with_suspend
@@ -63,10 +64,6 @@ MAX_CARRIED: Final = 1_000_000
 # voters were. If it knows no voter any more, it catches up with any replica.
 AWAY_S: Final = 60.0
 AWAY_STEPS: Final = 10
-
-# At predicted weights, this many times schedule.staleness of a share may begin before the awaited mean is applied: half
-# a share by default, which costs no loss that could be measured, while a whole one does (docs/notes/averaging.md).
-AHEAD_FACTOR: Final = 4
 
 # Called with the stage, the sources, and the least number of steps: replaces the stage's state by that of one source.
 # Raises Unavailable if none has it.
@@ -428,7 +425,7 @@ class StageReplicas:
         if not self._worker.predicts_weights:
             return 0
         staleness = self._live_manifest.at(self._progress().open_step).schedule.staleness
-        return self.pacing.tokens_ahead(min(1.0, AHEAD_FACTOR * staleness))
+        return self.pacing.tokens_ahead(min(1.0, PREDICTED_FACTOR * staleness))
 
     def agreement(self) -> str:
         """Returns in words how the stage agrees with its replicas now: by gradients or by fragments, and why."""

@@ -96,21 +96,21 @@ def test_what_a_step_held_too_much_the_next_one_holds_less() -> None:
 
 @pytest.mark.parametrize(
     ("quota", "mean_s", "ahead"),
-    [(16, 0.0, 2), (16, 1.0, 6), (16, 60.0, 8), (4, 1.0, 2), (1, 1.0, 1)],
+    [(32, 0.0, 2), (32, 1.0, 6), (32, 60.0, 8), (4, 1.0, 2), (1, 1.0, 1)],
     ids=["at once", "later", "far too late", "a small quota", "one microbatch"],
 )
 def test_as_much_of_the_next_share_begins_as_is_counted_until_the_mean_comes(
     quota: int, mean_s: float, ahead: int
 ) -> None:
-    """And two microbatches more, which are on their way then; at most half a share, at least a microbatch."""
+    """And two microbatches more, which are on their way then; at most a quarter of a share, or two microbatches."""
     meter = StepPacing(64, BatchSizeCorrection(64 * 16))
     meter.quota_now = 64 * quota
-    assert meter.tokens_ahead(0.5) == 64 * max(1, quota // 2), "nothing is known yet"
+    assert meter.tokens_ahead(0.25) == 64 * {32: 8, 4: 2, 1: 1}[quota], "nothing is known yet"
     meter.meter = RateMeter(TokenRate(256.0, 1.0))
     for number in range(20):
         meter.on_share_closed(100.0 * number)
         meter.on_stepped(100.0 * number + mean_s)
-    assert meter.tokens_ahead(0.5) == 64 * ahead
+    assert meter.tokens_ahead(0.25) == 64 * ahead
 
 
 def paced(mean_s: float) -> StepPacing:

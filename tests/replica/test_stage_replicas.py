@@ -142,7 +142,9 @@ def test_replicas_that_would_stop_step_with_one_that_goes_on(sections: Any) -> N
 
 
 @pytest.mark.parametrize("predicts", [True, False])
-def test_where_weights_are_predicted_up_to_half_a_share_begins_before_the_mean_is_applied(predicts: bool) -> None:
+def test_where_weights_are_predicted_a_part_of_the_next_share_begins_before_the_mean_is_applied(
+    predicts: bool,
+) -> None:
     """It keeps the device busy while the mean is formed. Without prediction nothing does, since it would be stale."""
 
     async def main() -> None:
@@ -161,7 +163,7 @@ def test_where_weights_are_predicted_up_to_half_a_share_begins_before_the_mean_i
             await asyncio.sleep(10.0)
             while first.stage.share is None:
                 await asyncio.sleep(0.01)
-            allowed = pacing.tokens_ahead(0.5) if predicts else 0
+            allowed = pacing.tokens_ahead(0.25) if predicts else 0
             assert work().tokens_in_flight == allowed - first.stage.tokens
             in_progress = max(0, math.ceil((allowed - first.stage.tokens) / pacing.microbatch_tokens))
             assert work().must_hold_next(in_progress)
