@@ -336,7 +336,7 @@ class StepPacing:
         if self._closed_at is not None:
             self.mean_wait_s = self.mean_wait_s.with_sample(now - self._closed_at)
         if self._closed_at is not None and waited:
-            since = self._closed_at if self._all_closed_at is None else max(self._closed_at, self._all_closed_at)
+            since = self._closed_at if self._all_closed_at is None else self._all_closed_at
             if now - since > self._max_wait_s:
                 self._skipped_waits = min(max(1, 2 * self._skipped_waits), MAX_SKIPPED_WAITS)
                 self._wait_again_at_step = self._steps + self._skipped_waits

@@ -534,11 +534,10 @@ class _Received:
         device: torch.device,
         *,
         ids: Tensor | None = None,
-        parts: Sequence[Tensor] = (),
+        parts: Sequence[Tensor] = (),  # of a boundary or its gradient, see BoundaryCodec.read
         dither: Tensor | None = None,
         is_finite: bool = True,
     ) -> None:
-        """parts: of a boundary or its gradient, see BoundaryCodec.read."""
         self.ids = ids
         self.is_finite = is_finite
         self._has_dither = dither is not None

@@ -185,6 +185,10 @@ class Progress(Record, kind=2, name="progress"):
         return None
 
 
+def _why_not_at_stage_0(span: Span) -> str | None:
+    return None if span == Span(0, 0) else "has another span than [0, 0]"
+
+
 class BanList(Record, kind=4, name="bans"):
     """Passes on revocations that the publisher knows, the newest first. It is published under stage 0 only."""
 
@@ -196,7 +200,7 @@ class BanList(Record, kind=4, name="bans"):
 
     def find_problem(self) -> str | None:
         """Returns a complaint when the span is another than that of stage 0, else None."""
-        return None if self.span == Span(0, 0) else "has another span than [0, 0]"
+        return _why_not_at_stage_0(self.span)
 
 
 class EvaluationList(Record, kind=5, name="evaluations"):
@@ -210,7 +214,7 @@ class EvaluationList(Record, kind=5, name="evaluations"):
 
     def find_problem(self) -> str | None:
         """Returns a complaint when the span is another than that of stage 0, else None."""
-        return None if self.span == Span(0, 0) else "has another span than [0, 0]"
+        return _why_not_at_stage_0(self.span)
 
 
 NAMES: Final = {record.NAME: kind for kind, record in RECORDS.items()}

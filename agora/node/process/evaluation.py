@@ -228,7 +228,10 @@ async def evaluate_task(
 
 
 async def open_evaluator(local_peer: LocalPeer, origin: Origin, share: float) -> TaskEvaluator:
-    """Raises LocalError in a dpo run, and for a share out of range."""
+    """Returns an evaluator that scores through `origin`, at most `share` microbatches for each one that it trains on.
+
+    Opens the run's tokenizer. Raises LocalError in a dpo run, and for a share that is not above 0 and at most 1.
+    """
     if origin.objective == "dpo":
         raise LocalError("A run of preferences has no loss of single texts; export its model and evaluate that.")
     if not 0.0 < share <= 1.0:

@@ -29,10 +29,10 @@ def sign_draft(
     signed = SignedManifest.sign(reference.draft, identity)
     try:
         with path.open("r+", encoding="utf-8") as file:
-            with contextlib.suppress(
-                OSError
-            ):  # a file system without locks: then of two at once the later one founds it
-                fcntl.flock(file, fcntl.LOCK_EX)  # two daemons that start from one draft found one run
+            # Two daemons that start from one draft found one run. On a file system without locks, of two at once the
+            # later one founds it.
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
             text = file.read()
             if is_signed(text, str(path)):
                 found = SignedManifest.from_toml(text, str(path))
